@@ -1,0 +1,10 @@
+"""Hand-written kernels for training transformers on TPUs; needs jax alone.
+
+Every op has `implementation=`: "reference" (plain jnp in float32, the truth), "xla" (memory-linear jnp for any
+platform), later "pallas". An implementation that can't honour an argument raises; none ignores one.
+"""
+
+from pallas_kernels.attention import flash_attention
+from pallas_kernels.cross_entropy import linear_cross_entropy
+
+__all__ = ["flash_attention", "linear_cross_entropy"]

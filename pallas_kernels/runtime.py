@@ -1,0 +1,14 @@
+"""What the ops share."""
+
+import jax
+
+
+def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
+    """`x` varying over every mesh axis that an operand varies over.
+
+    Inside shard_map a loop's carry must enter with the type that it leaves with, so zeros that sharded values are
+    added to have to vary as these do. The transpose is a psum over the added axes. Outside shard_map: `x` itself.
+    """
+    varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
+    missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

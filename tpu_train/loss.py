@@ -1,0 +1,29 @@
+"""The training loss: cross entropy over next tokens, weighted so that a batch's loss does not depend on how it is cut."""
+
+import jax
+import jax.numpy as jnp
+
+from tpu_train import ops
+from tpu_train.models.transformer import Transformer
+from tpu_train.precision import Compute
+
+
+def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float, compute: Compute):
+    """Sums over the batch's tokens, each times its weight: (cross entropy + z-loss, cross entropy). Float32 scalars.
+
+    `batch` holds tokens, labels, positions and segment ids [B, T] int32 and weights [B, T] float32. Divide by the
+    sum of the weights of the whole step, never of a part of it.
+    """
+    x_BTD, _ = model(batch["tokens"], batch["positions"], batch["segment_ids"], compute)
+    loss_BT, lse_BT = ops.linear_cross_entropy(
+        x_BTD,
+        model.output_VD,
+        batch["labels"],
+        z_loss=z_loss,
+        soft_cap=model.config.logit_soft_cap,
+        compute=compute,
+    )
+    # A row of padding has no defined loss: where, not a product, so that a NaN there can't leak.
+    total = jnp.sum(jnp.where(batch["weights"] > 0, loss_BT * batch["weights"], 0.0))
+    z_part = z_loss * jnp.sum(jnp.where(batch["weights"] > 0, jnp.square(lse_BT) * batch["weights"], 0.0))
+    return total, total - jax.lax.stop_gradient(z_part)

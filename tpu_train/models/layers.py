@@ -1,0 +1,159 @@
+"""The parts of a block: RMSNorm, rotary positions, attention and the MLP.
+
+Initial weights (`normal` is cut at two standard deviations, `fan` counts the dims contracted with the input):
+    into a sub-layer (q, k, v, gate, up)   normal, std fan^-1/2
+    out of a sub-layer (output, down)      normal, std fan^-1/2 (2 L)^-1/2, so that the residual stream does not grow
+    embedding, head                        normal, std 0.02
+    norm scales                            one
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_train import ops
+from tpu_train.config import ModelConfig
+from tpu_train.precision import Compute
+from tpu_train.sharding import SPECS, dims_of, gather
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every block reads beside its input: rotary angles, segments, how to compute, and where decoding stands."""
+
+    cos_BTH: jax.Array
+    sin_BTH: jax.Array
+    segment_ids_BT: jax.Array | None
+    compute: Compute
+    cache_position: jax.Array | None = None
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def weight(key: jax.Array, dims: str, shape: tuple[int, ...], std: float) -> nnx.Param:
+    """A float32 matrix, drawn so that its values do not depend on the mesh."""
+    initializer = jax.nn.initializers.truncated_normal(std)
+    return nnx.Param(initializer(key, shape, jnp.float32, out_sharding=SPECS[dims]))
+
+
+def project(einsum: str, x: jax.Array, w: nnx.Param, dims: str, out_dims: str) -> jax.Array:
+    """einsum(x, w) with the weight gathered; the result has x's dtype and the sharding of `out_dims`."""
+    return jnp.einsum(einsum, x, gather(w[...], dims, x.dtype), out_sharding=SPECS[out_dims])
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last dim (arXiv:1910.07467), in float32; x's dtype out."""
+
+    def __init__(self, dim: int, eps: float):
+        self.scale_D = nnx.Param(jnp.ones((dim,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` of any leading dims."""
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale = self.scale_D[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x32 * inverse * scale).astype(x.dtype)
+
+
+def rotary_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Float32 cos and sin, each [B, T, H // 2]: positions are exact there, which bfloat16's stop being past 256."""
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
+    """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama)."""
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTH[:, :, None, :], sin_BTH[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional q/k norm."""
+
+    def __init__(self, config: ModelConfig, window: int, key: jax.Array):
+        D, N, K, H = config.model_dim, config.num_heads, config.kv_heads, config.head_size
+        keys = jax.random.split(key, 4)
+        self.q_DNH = weight(keys[0], "DNH", (D, N, H), D**-0.5)
+        self.k_DKH = weight(keys[1], "DKH", (D, K, H), D**-0.5)
+        self.v_DKH = weight(keys[2], "DKH", (D, K, H), D**-0.5)
+        self.out_NHD = weight(keys[3], "NHD", (N, H, D), (N * H * 2 * config.num_layers) ** -0.5)
+        self.q_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.window = window
+        self.soft_cap = config.attention_soft_cap
+
+    def __call__(self, x_BTD, context, cache=None):
+        """(output_BTD, cache). `cache` is (k_BSKH, v_BSKH), written at `context.cache_position`."""
+        q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.q_DNH, "DNH", "BTNH")
+        k_BTKH = project("BTD,DKH->BTKH", x_BTD, self.k_DKH, "DKH", "BTKH")
+        v_BTKH = project("BTD,DKH->BTKH", x_BTD, self.v_DKH, "DKH", "BTKH")
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        q_BTNH = apply_rope(q_BTNH, context.cos_BTH, context.sin_BTH)
+        k_BTKH = apply_rope(k_BTKH, context.cos_BTH, context.sin_BTH)
+        offset: int | jax.Array = 0
+        k_BSKH, v_BSKH = k_BTKH, v_BTKH
+        if cache is not None:
+            offset = context.cache_position
+            k_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[0], k_BTKH, offset, axis=1)
+            v_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[1], v_BTKH, offset, axis=1)
+            cache = (k_BSKH, v_BSKH)
+        o_BTNH = ops.attention(
+            *(q_BTNH, k_BSKH, v_BSKH, context.segment_ids_BT),
+            window=self.window,
+            soft_cap=self.soft_cap,
+            q_offset=offset,
+            compute=context.compute,
+        )
+        return project("BTNH,NHD->BTD", o_BTNH, self.out_NHD, "NHD", "BTD"), cache
+
+
+class MLP(nnx.Module):
+    """act(x gate) * (x up), then down (arXiv:2002.05202); without a gate, act(x up), then down."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        D, F = config.model_dim, config.mlp_dim
+        keys = jax.random.split(key, 3)
+        self.gate_DF = weight(keys[0], "DF", (D, F), D**-0.5) if config.gated_mlp else None
+        self.up_DF = weight(keys[1], "DF", (D, F), D**-0.5)
+        self.down_FD = weight(keys[2], "FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
+        self.activation = config.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        up_BTF = project("BTD,DF->BTF", x_BTD, self.up_DF, "DF", "BTF")
+        activate = ACTIVATIONS[self.activation]
+        if self.gate_DF is None:
+            hidden_BTF = activate(up_BTF)
+        else:
+            hidden_BTF = activate(project("BTD,DF->BTF", x_BTD, self.gate_DF, "DF", "BTF")) * up_BTF
+        return project("BTF,FD->BTD", hidden_BTF, self.down_FD, "FD", "BTD")
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, window: int, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps)
+        self.attention = Attention(config, window, attention_key)
+        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps)
+        self.mlp = MLP(config, mlp_key)
+
+    def __call__(self, x_BTD, context, cache=None):
+        """(output_BTD, cache)."""
+        o_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
+        x_BTD = x_BTD + o_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache

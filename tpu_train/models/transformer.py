@@ -1,0 +1,121 @@
+"""The decoder-only transformer, its FLOP formula and how its weights are made on a mesh.
+
+Features: pre-norm RMSNorm, rotary positions, grouped-query attention, optional q/k norm, soft caps, sliding windows
+in a pattern over layers, gated or plain MLP, tied or separate head, stacked and scanned blocks with a remat policy.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_train.config import ModelConfig
+from tpu_train.models.layers import Block, Context, RMSNorm, rotary_angles, weight
+from tpu_train.precision import Compute
+from tpu_train.sharding import SPECS, gather
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Transformer(nnx.Module):
+    """Tokens to hidden states. `blocks[i]` holds every layer of pattern entry i, stacked along a leading L."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        V, D = config.vocab_size, config.model_dim
+        embed_key, head_key, blocks_key = jax.random.split(key, 3)
+        self.embed_VD = weight(embed_key, "VD", (V, D), 0.02)
+        self.head_VD = None if config.tie_embeddings else weight(head_key, "VD", (V, D), 0.02)
+        groups = config.num_layers // len(config.window_pattern)
+        self.blocks = nnx.List(
+            [
+                jax.vmap(lambda key, window=window: Block(config, window, key))(
+                    jax.random.split(jax.random.fold_in(blocks_key, i), groups)
+                )
+                for i, window in enumerate(config.window_pattern)
+            ]
+        )
+        self.final_norm = RMSNorm(D, config.norm_eps)
+        self.config = config
+
+    @property
+    def output_VD(self) -> jax.Array:
+        """The head's weight as stored: the embedding where they are tied."""
+        return (self.embed_VD if self.head_VD is None else self.head_VD)[...]
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        compute: Compute,
+        cache=None,
+        cache_position: jax.Array | None = None,
+    ):
+        """Hidden states x_BTD after the final norm, and the cache.
+
+        `cache` (see `empty_cache`) holds the keys and values of positions before `cache_position`.
+        """
+        table_VD = gather(self.embed_VD[...], "VD", compute.dtype)
+        x_BTD = table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"])
+        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta)
+        context = Context(*angles, segment_ids_BT, compute, cache_position)
+
+        def group(x_BTD, layers):
+            blocks, caches = layers
+            new = []
+            for i, block in enumerate(blocks):
+                x_BTD, layer_cache = block(x_BTD, context, None if caches is None else caches[i])
+                new.append(layer_cache)
+            return x_BTD, None if caches is None else new
+
+        policy = REMAT_POLICIES[self.config.remat]
+        body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
+        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, cache))
+        return self.final_norm(x_BTD), cache
+
+
+def init_model(config: ModelConfig, seed: int) -> Transformer:
+    """A model with fresh float32 weights, sharded over the current mesh; the values do not depend on the mesh."""
+    return jax.jit(lambda key: Transformer(config, key))(jax.random.key(seed))
+
+
+def abstract_model(config: ModelConfig) -> Transformer:
+    """The model's shapes, dtypes and shardings, with nothing computed."""
+    return jax.eval_shape(lambda key: Transformer(config, key), jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype):
+    """Keys and values for `length` positions of every layer: a list over the pattern of (k_LBSKH, v_LBSKH)."""
+    groups = config.num_layers // len(config.window_pattern)
+    shape = (groups, batch, length, config.kv_heads, config.head_size)
+    spec = jax.sharding.PartitionSpec(None, *SPECS["BSKH"])
+    return [
+        tuple(jnp.zeros(shape, dtype, out_sharding=spec) for _ in ("k", "v")) for _ in config.window_pattern
+    ]
+
+
+def num_params(model: Transformer) -> int:
+    """Scalars in the model; a tied embedding counts once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Matmul FLOPs of one forward and backward pass per token; recomputation under remat is not counted.
+
+    Forward, per layer: 2 D H (N + 2 K) for q, k, v, 2 N H D for the output, 2 D F for each of the MLP's 3 (gated) or
+    2 matrices, and 4 N H for each key that a query sees, which is min(t + 1, window) at position t; the head adds
+    2 D V. The backward pass costs twice the forward. PaLM's formula (arXiv:2204.02311, appendix B) counts all T keys
+    for every query and so gives a higher MFU.
+    """
+    D, N, K, H, F = config.model_dim, config.num_heads, config.kv_heads, config.head_size, config.mlp_dim
+    weights = D * H * (N + 2 * K) + N * H * D + (3 if config.gated_mlp else 2) * D * F
+    forward = 2 * D * config.vocab_size
+    for window in config.window_pattern:
+        width = min(window or seq_len, seq_len)
+        keys_seen = (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len
+        layers = config.num_layers // len(config.window_pattern)
+        forward += layers * (2 * weights + 4 * N * H * keys_seen)
+    return 3.0 * forward

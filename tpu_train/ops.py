@@ -1,0 +1,84 @@
+"""The border to pallas_kernels: picks an implementation by the mesh's platform and wraps it in shard_map.
+
+Kernels see one device's shard: whole sequences, some of the batch, some of the heads or of the vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.xla import cudnn_can_run
+from tpu_train.precision import Compute
+from tpu_train.sharding import BATCH, SPECS, P, gather
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    window: int,
+    soft_cap: float | None,
+    q_offset: int | jax.Array = 0,
+    compute: Compute,
+) -> jax.Array:
+    """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them)."""
+    mask = Mask(causal=True, window=window or None)
+    implementation = compute.implementation
+    cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
+    if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
+        implementation = "cudnn"
+
+    def local(q, k, v, segment_ids, offset):
+        return pallas_kernels.flash_attention(
+            q,
+            k,
+            v,
+            window=mask.window,
+            q_segment_ids_BT=segment_ids,
+            kv_segment_ids_BS=segment_ids,
+            q_offset=q_offset if implementation == "cudnn" else offset,
+            logit_soft_cap=soft_cap,
+            implementation=implementation,
+        )
+
+    segments = None if segment_ids_BT is None else SPECS["BT"]
+    return jax.shard_map(
+        local,
+        in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, P()),
+        out_specs=SPECS["BTNH"],
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, jnp.asarray(q_offset, jnp.int32))
+
+
+def linear_cross_entropy(
+    x_BTD: jax.Array,
+    w_VD: jax.Array,
+    labels_BT: jax.Array,
+    *,
+    z_loss: float,
+    soft_cap: float | None,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """Per-token loss_BT (z-loss included) and lse_BT in float32; `w_VD` as stored."""
+    # The reference takes the whole vocabulary; the others a slice each, and sum over the axis.
+    vocab_axis = None if compute.implementation == "reference" else "tensor"
+
+    def local(x_BTD, w_VD, labels_BT):
+        loss, lse = pallas_kernels.linear_cross_entropy(
+            x_BTD.reshape(-1, x_BTD.shape[-1]),
+            # Varying from here on, so that the transpose sums the batch shards' gradients in float32.
+            jax.lax.pcast(w_VD, BATCH, to="varying"),
+            labels_BT.reshape(-1),
+            z_loss=z_loss,
+            logit_soft_cap=soft_cap,
+            vocab_axis=vocab_axis,
+            implementation=compute.implementation,
+        )
+        return loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
+
+    w_spec = P(vocab_axis, None)
+    run = jax.shard_map(local, in_specs=(SPECS["BTD"], w_spec, SPECS["BT"]), out_specs=(SPECS["BT"], SPECS["BT"]))
+    # Gathered in float32: the op casts for its products and returns a float32 gradient.
+    return run(x_BTD, jax.reshard(gather(w_VD, "VD", jnp.dtype("float32")), w_spec), labels_BT)

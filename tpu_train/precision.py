@@ -1,0 +1,45 @@
+"""Which dtype does what, in one table, and how a forward pass computes.
+
+Weights, gradients, moments, softmax statistics, norms, logits and the loss are float32 in every policy; only the
+operands of matmuls and the activations between them take the compute dtype, always with float32 accumulation.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from tpu_train.config import RunConfig, UserError
+
+COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+# CPUs emulate bfloat16, which is slower than float32.
+AUTO = {"tpu": "bfloat16", "gpu": "bfloat16", "cpu": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a forward pass computes: the dtype of activations and matmul operands, and whose kernels run."""
+
+    dtype: jnp.dtype = jnp.dtype("float32")
+    implementation: str = "xla"
+    platform: str = "cpu"
+
+    @property
+    def scales_loss(self) -> bool:
+        """float16 gradients underflow without a loss scale."""
+        return self.dtype == jnp.float16
+
+
+def resolve(config: RunConfig, platform: str) -> Compute:
+    """The `Compute` for a run on devices of `platform`. Raises UserError where the platform can't do what is asked."""
+    name = AUTO[platform] if config.precision == "auto" else config.precision
+    if name == "float16" and platform == "tpu":
+        raise UserError("run.precision=float16 has no TPU hardware; use bfloat16, which needs no loss scale")
+    if config.implementation == "pallas":
+        raise UserError("run.implementation=pallas has no kernels yet; use xla, which auto takes")
+    implementation = "xla" if config.implementation == "auto" else config.implementation
+    if name == "float32":
+        # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return Compute(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform)
