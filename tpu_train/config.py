@@ -139,7 +139,8 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
         beside = sorted(str(p) for p in (file.parent if file.parent.is_dir() else Path("configs")).glob("*.py"))
         raise UserError(f"no config file {path!r}{_did_you_mean(path, beside) or _listing(beside)}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "config"):
@@ -206,17 +207,12 @@ def check(config: Config) -> None:
     for name, value in flatten(config):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be a finite number")
-    for name in _POSITIVE:
-        value = dict(flatten(config))[name]
-        if value is not None and value <= 0:
-            raise UserError(f"{name} is {value}; it must be above 0")
-    for name in _NOT_NEGATIVE:
-        if dict(flatten(config))[name] < 0:
-            raise UserError(f"{name} is {dict(flatten(config))[name]}; it must be 0 or more")
+    _check_signs(config)
     model, data, optim, run = config.model, config.data, config.optim, config.run
     if model.head_dim is None and model.model_dim % model.num_heads:
         raise UserError(
-            f"model.model_dim={model.model_dim} is not a multiple of model.num_heads={model.num_heads}; set model.head_dim"
+            f"model.model_dim={model.model_dim} is not a multiple of model.num_heads={model.num_heads}; "
+            "set model.head_dim"
         )
     if model.num_heads % model.kv_heads:
         raise UserError(f"model.num_kv_heads={model.kv_heads} does not divide model.num_heads={model.num_heads}")
@@ -232,7 +228,9 @@ def check(config: Config) -> None:
     if data.source != "python_stdlib" and not data.paths:
         raise UserError(f"data.source={data.source} needs data.paths; give files or globs, comma separated")
     if data.source == "python_stdlib" and data.paths:
-        raise UserError("data.paths is set, but data.source=python_stdlib reads none; set data.source=text (or jsonl, ...)")
+        raise UserError(
+            "data.paths is set, but data.source=python_stdlib reads none; set data.source=text (or jsonl, ...)"
+        )
     if not 0 < data.validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
     if data.batch_size % optim.accumulation_steps:
@@ -247,13 +245,28 @@ def check(config: Config) -> None:
             raise UserError(f"optim.{name} is {value}; it must lie between 0 and 1")
 
 
-_POSITIVE = (
-    "model.vocab_size model.num_layers model.model_dim model.num_heads model.num_kv_heads model.head_dim model.mlp_dim "
-    "model.norm_eps model.rope_theta model.attention_soft_cap model.logit_soft_cap data.seq_len data.batch_size "
-    "optim.peak_lr optim.muon_lr optim.eps optim.clip_norm optim.accumulation_steps checkpoint.every_steps "
-    "checkpoint.keep_last run.steps run.log_every run.eval_every run.eval_batches"
-).split()
-_NOT_NEGATIVE = "data.workers optim.warmup_steps optim.weight_decay optim.z_loss run.sample_tokens run.seed data.seed".split()
+_POSITIVE = {
+    "model": "vocab_size num_layers model_dim num_heads num_kv_heads head_dim mlp_dim norm_eps rope_theta "
+    "attention_soft_cap logit_soft_cap",
+    "data": "seq_len batch_size",
+    "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
+    "checkpoint": "every_steps keep_last",
+    "run": "steps log_every eval_every eval_batches",
+}
+_NOT_NEGATIVE = {
+    "data": "workers seed",
+    "optim": "warmup_steps weight_decay z_loss",
+    "run": "sample_tokens seed",
+}
+
+
+def _check_signs(config: Config) -> None:
+    for least, table in (("above 0", _POSITIVE), ("0 or more", _NOT_NEGATIVE)):
+        for section, names in table.items():
+            for name in names.split():
+                value = getattr(getattr(config, section), name)
+                if value is not None and (value < 0 or (value == 0 and table is _POSITIVE)):
+                    raise UserError(f"{section}.{name} is {value}; it must be {least}")
 
 
 def _parse(text: str, hint: Any, key: str) -> Any:

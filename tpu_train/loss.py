@@ -1,4 +1,4 @@
-"""The training loss: cross entropy over next tokens, weighted so that a batch's loss does not depend on how it is cut."""
+"""The training loss: cross entropy of the next token, weighted so that it does not depend on how a batch is cut."""
 
 import jax
 import jax.numpy as jnp

@@ -37,7 +37,7 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 
 
 def platform(mesh: Mesh) -> str:
-    """"cpu", "gpu" or "tpu": of the mesh's devices, which need not be the default backend's."""
+    """ "cpu", "gpu" or "tpu": of the mesh's devices, which need not be the default backend's."""
     name = mesh.devices.flat[0].platform
     return "gpu" if name in ("cuda", "rocm") else name
 

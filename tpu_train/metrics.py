@@ -75,14 +75,15 @@ def read(workdir: Path) -> list[dict[str, Any]]:
 def format_progress(step: int, steps: int, values: Mapping[str, float | None], eta_seconds: float | None) -> str:
     """One line for the terminal, of the values that are there.
 
-    Reads loss, lr, grad_norm, tokens_per_second, ms_per_step and mfu (a fraction) from `values`; others are not shown.
+    Reads the names that metrics.jsonl uses (mfu as a fraction); others are not shown.
     """
     shown = {
         "loss": lambda v: f"loss {v:.4f}",
-        "lr": lambda v: f"lr {v:.1e}",
+        "validation_loss": lambda v: f"validation {v:.4f}",
+        "learning_rate": lambda v: f"lr {v:.1e}",
         "grad_norm": lambda v: f"grad {v:.2f}" if abs(v) < 1000 else f"grad {v:.1e}",
         "tokens_per_second": lambda v: f"{_with_unit(v)} tok/s",
-        "ms_per_step": lambda v: f"{v:.1f} ms/step",
+        "step_seconds": lambda v: f"{v * 1e3:.1f} ms/step",
         "mfu": lambda v: f"mfu {v:.1%}",
     }
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]

@@ -21,9 +21,9 @@ AUTO = {"tpu": "bfloat16", "gpu": "bfloat16", "cpu": "float32"}
 class Compute:
     """How a forward pass computes: the dtype of activations and matmul operands, and whose kernels run."""
 
-    dtype: jnp.dtype = jnp.dtype("float32")
-    implementation: str = "xla"
-    platform: str = "cpu"
+    dtype: jnp.dtype
+    implementation: str
+    platform: str
 
     @property
     def scales_loss(self) -> bool:

@@ -54,7 +54,9 @@ def flash_attention(
             raise ValueError(f"flash_attention: cudnn can't take {reason}; use implementation='xla'")
         return cudnn_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scale)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"flash_attention has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"flash_attention has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}"
+        )
     run = attention_reference if implementation == "reference" else attention_xla
     return run(
         *(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, jnp.asarray(q_offset, jnp.int32)),
@@ -78,7 +80,8 @@ def _check(q, k, v, window, q_segment_ids, kv_segment_ids, soft_cap):
         raise ValueError("flash_attention wants segment ids of both the queries and the keys, or of neither")
     if q_segment_ids is not None and (q_segment_ids.shape != (B, T) or kv_segment_ids.shape != (B, S)):
         raise ValueError(
-            f"flash_attention: segment ids {q_segment_ids.shape} and {kv_segment_ids.shape} should be {(B, T)} and {(B, S)}"
+            f"flash_attention: segment ids {q_segment_ids.shape} and {kv_segment_ids.shape} "
+            f"should be {(B, T)} and {(B, S)}"
         )
     if window is not None and window < 1:
         raise ValueError(f"flash_attention: window={window}; it must be at least 1, or None for no window")

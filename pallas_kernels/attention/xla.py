@@ -157,7 +157,8 @@ def _query_blocks(options, j, q_offset):
 
 def _loop(block_range, count, step, carry):
     """`step` over the blocks of the range; without a loop where `count`, all that there are, is one."""
-    return step(0, carry) if count == 1 else jax.lax.fori_loop(*block_range, step, carry)
+    low, high = block_range
+    return step(0, carry) if count == 1 else jax.lax.fori_loop(low, high, step, carry)
 
 
 def _map(f, blocks):

@@ -43,7 +43,9 @@ def linear_cross_entropy(
     if not jnp.issubdtype(labels_T.dtype, jnp.integer):
         raise ValueError(f"linear_cross_entropy: labels are {labels_T.dtype}; they must be integers")
     if logit_soft_cap is not None and logit_soft_cap <= 0:
-        raise ValueError(f"linear_cross_entropy: logit_soft_cap={logit_soft_cap}; it must be above 0, or None for no cap")
+        raise ValueError(
+            f"linear_cross_entropy: logit_soft_cap={logit_soft_cap}; it must be above 0, or None for no cap"
+        )
     options = {"z_loss": z_loss, "soft_cap": logit_soft_cap, "vocab_axis": vocab_axis}
     if implementation == "reference":
         return cross_entropy_reference(x_TD, w_VD, labels_T, **options)

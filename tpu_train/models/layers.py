@@ -8,7 +8,6 @@ Initial weights (`normal` is cut at two standard deviations, `fan` counts the di
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from flax import nnx
 from tpu_train import ops
 from tpu_train.config import ModelConfig
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, dims_of, gather
+from tpu_train.sharding import BATCH, SPECS, P, gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +45,21 @@ def weight(key: jax.Array, dims: str, shape: tuple[int, ...], std: float) -> nnx
     return nnx.Param(initializer(key, shape, jnp.float32, out_sharding=SPECS[dims]))
 
 
-def project(einsum: str, x: jax.Array, w: nnx.Param, dims: str, out_dims: str) -> jax.Array:
-    """einsum(x, w) with the weight gathered; the result has x's dtype and the sharding of `out_dims`."""
-    return jnp.einsum(einsum, x, gather(w[...], dims, x.dtype), out_sharding=SPECS[out_dims])
+def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array:
+    """x_BT... times the weight: contracts the last `num_in` dims of x with the first ones of w, in x's dtype.
+
+    One product of matrices, [B T, in] x [in, out]: contracting B and T separately in the weight's gradient would make
+    XLA on CPU transpose the activations first (measured: 1.5 times the whole step).
+    """
+    whole = gather(w[...], dims, x.dtype)
+    spec = jax.typeof(whole).sharding.spec
+    B, T = x.shape[:2]
+    # Only a first in- or out-dim is ever sharded, so merging it with those behind it keeps the sharding.
+    x_MI = x.reshape(B * T, -1, out_sharding=P(BATCH, spec[0]))
+    w_IO = whole.reshape(x_MI.shape[1], -1, out_sharding=P(spec[0], spec[num_in]))
+    y_MO = jnp.einsum("MI,IO->MO", x_MI, w_IO, out_sharding=P(BATCH, spec[num_in]))
+    rest = (None,) * (w.ndim - num_in - 1)
+    return y_MO.reshape(B, T, *w.shape[num_in:], out_sharding=P(BATCH, None, spec[num_in], *rest))
 
 
 class RMSNorm(nnx.Module):
@@ -97,9 +108,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, context, cache=None):
         """(output_BTD, cache). `cache` is (k_BSKH, v_BSKH), written at `context.cache_position`."""
-        q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.q_DNH, "DNH", "BTNH")
-        k_BTKH = project("BTD,DKH->BTKH", x_BTD, self.k_DKH, "DKH", "BTKH")
-        v_BTKH = project("BTD,DKH->BTKH", x_BTD, self.v_DKH, "DKH", "BTKH")
+        q_BTNH = project(x_BTD, self.q_DNH, "DNH")
+        k_BTKH = project(x_BTD, self.k_DKH, "DKH")
+        v_BTKH = project(x_BTD, self.v_DKH, "DKH")
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH = apply_rope(q_BTNH, context.cos_BTH, context.sin_BTH)
@@ -118,7 +129,7 @@ class Attention(nnx.Module):
             q_offset=offset,
             compute=context.compute,
         )
-        return project("BTNH,NHD->BTD", o_BTNH, self.out_NHD, "NHD", "BTD"), cache
+        return project(o_BTNH, self.out_NHD, "NHD", num_in=2), cache
 
 
 class MLP(nnx.Module):
@@ -133,13 +144,13 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        up_BTF = project("BTD,DF->BTF", x_BTD, self.up_DF, "DF", "BTF")
         activate = ACTIVATIONS[self.activation]
+        hidden_BTF = project(x_BTD, self.up_DF, "DF")
         if self.gate_DF is None:
-            hidden_BTF = activate(up_BTF)
+            hidden_BTF = activate(hidden_BTF)
         else:
-            hidden_BTF = activate(project("BTD,DF->BTF", x_BTD, self.gate_DF, "DF", "BTF")) * up_BTF
-        return project("BTF,FD->BTD", hidden_BTF, self.down_FD, "FD", "BTD")
+            hidden_BTF *= activate(project(x_BTD, self.gate_DF, "DF"))
+        return project(hidden_BTF, self.down_FD, "FD")
 
 
 class Block(nnx.Module):

@@ -82,19 +82,12 @@ def init_model(config: ModelConfig, seed: int) -> Transformer:
     return jax.jit(lambda key: Transformer(config, key))(jax.random.key(seed))
 
 
-def abstract_model(config: ModelConfig) -> Transformer:
-    """The model's shapes, dtypes and shardings, with nothing computed."""
-    return jax.eval_shape(lambda key: Transformer(config, key), jax.eval_shape(lambda: jax.random.key(0)))
-
-
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype):
     """Keys and values for `length` positions of every layer: a list over the pattern of (k_LBSKH, v_LBSKH)."""
     groups = config.num_layers // len(config.window_pattern)
     shape = (groups, batch, length, config.kv_heads, config.head_size)
     spec = jax.sharding.PartitionSpec(None, *SPECS["BSKH"])
-    return [
-        tuple(jnp.zeros(shape, dtype, out_sharding=spec) for _ in ("k", "v")) for _ in config.window_pattern
-    ]
+    return [tuple(jnp.zeros(shape, dtype, out_sharding=spec) for _ in ("k", "v")) for _ in config.window_pattern]
 
 
 def num_params(model: Transformer) -> int:
@@ -112,7 +105,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """
     D, N, K, H, F = config.model_dim, config.num_heads, config.kv_heads, config.head_size, config.mlp_dim
     weights = D * H * (N + 2 * K) + N * H * D + (3 if config.gated_mlp else 2) * D * F
-    forward = 2 * D * config.vocab_size
+    forward = 2.0 * D * config.vocab_size
     for window in config.window_pattern:
         width = min(window or seq_len, seq_len)
         keys_seen = (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len

@@ -1,0 +1,67 @@
+"""What a checkpoint is good for without its run: validation loss and text."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpu_train import config as config_lib
+from tpu_train import data, generate, precision
+from tpu_train import mesh as mesh_lib
+from tpu_train.checkpoint import Checkpoints
+from tpu_train.config import Config, UserError
+from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.models.transformer import Transformer
+from tpu_train.report import say
+from tpu_train.train_step import abstract_state
+
+
+def evaluate_checkpoint(flag: dict[str, Any]) -> int:
+    """Prints the mean cross entropy per token over the whole validation split."""
+    step, config, model, mesh, compute = _load(flag["workdir"], flag["step"], flag["set"])
+    batches = data.validation_batches(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    loss = evaluate(make_eval_step(compute), model, batches, mesh)
+    say(f"step {step}  validation loss {loss:.4f} (nats per token, whole validation split)")
+    return 0
+
+
+def generate_from_checkpoint(flag: dict[str, Any]) -> int:
+    """Prints the samples that the flags of `tpu-train generate` ask for."""
+    _, config, model, _, compute = _load(flag["workdir"], flag["step"], flag["set"])
+    texts = generate.sample_text(
+        *(model, data.load_tokenizer(config.data.tokenizer), flag["prompt"], compute),
+        num_tokens=flag["num_tokens"],
+        num_samples=flag["num_samples"],
+        temperature=flag["temperature"],
+        top_k=flag["top_k"],
+        seed=flag["seed"],
+    )
+    for number, text in enumerate(texts, start=1):
+        if len(texts) > 1:
+            say(f"--- {number}")
+        say(text)
+    return 0
+
+
+def _load(workdir: str, step: int | None, overrides: list[str]):
+    """(step, config, model, mesh, compute) of a checkpoint, its config with `overrides` of mesh, data or run."""
+    if not (Path(workdir) / "checkpoints").is_dir():
+        raise UserError(f"{workdir} has no checkpoints; give the --workdir of a run that has saved")
+    with Checkpoints(workdir, keep_last=None) as checkpoints:
+        step = checkpoints.find(step)
+        config: Config = checkpoints.saved_config(step)
+        for override in overrides:
+            if override.split(".")[0] in ("model", "optim"):
+                raise UserError(f"--set {override}: a checkpoint's model and optim are what they were trained with")
+            config = config_lib.apply_override(config, override)
+        config_lib.check(config)
+        mesh = mesh_lib.make_mesh(config.mesh)
+        mesh_lib.check_fits(config, mesh)
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+        model: Transformer = checkpoints.restore(step, abstract_state(config, compute)).model
+    return step, config, model, mesh, compute

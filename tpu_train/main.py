@@ -1,0 +1,138 @@
+"""The `tpu-train` command: train, eval, generate."""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+START_TIME = time.monotonic()
+
+COMMANDS = {
+    "train": "train the model that a config file describes, or continue where its workdir stopped",
+    "eval": "validation loss of a checkpoint over the whole validation split",
+    "generate": "sample text from a checkpoint",
+}
+
+
+def run() -> None:
+    """Entry point of the console command."""
+    sys.exit(main(sys.argv))
+
+
+def main(argv: list[str]) -> int:
+    """Runs `argv` ("tpu-train", command, flags...); returns the exit code: 2 for bad input, 1 for a run that failed."""
+    if len(argv) < 2 or argv[1] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if len(argv) > 1 else 2
+    command = argv[1]
+    if command not in COMMANDS:
+        print(f"tpu-train: no command {command!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    values = _flags_of(command)
+    if any(arg in ("-h", "--help", "-help", "--helpfull") for arg in argv[2:]):
+        print(_help(command, values))
+        return 0
+    from tpu_train.config import UserError
+
+    try:
+        rest = values([f"tpu-train {command}", *argv[2:]])[1:]
+        if rest:
+            raise UserError(f"tpu-train {command} takes flags only, not {rest[0]!r}; see tpu-train {command} --help")
+        return _run(command, values)
+    except (UserError, flags.Error) as error:
+        print(f"tpu-train: {error}", file=sys.stderr)
+        return 2
+
+
+def _flags_of(command: str) -> flags.FlagValues:
+    values = flags.FlagValues()
+
+    def add(define, name, default, text, **more):
+        define(name, default, text, flag_values=values, **more)
+
+    if command == "train":
+        add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+    else:
+        add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
+        add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
+    add(flags.DEFINE_string, "workdir", None, "where checkpoints and metrics go; default: runs/<name of the config>")
+    add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+    if command == "generate":
+        add(flags.DEFINE_string, "prompt", "", "the text to continue")
+        add(flags.DEFINE_integer, "num_tokens", 200, "tokens to sample")
+        add(flags.DEFINE_integer, "num_samples", 1, "continuations of the prompt")
+        add(flags.DEFINE_float, "temperature", 0.8, "0 always takes the likeliest token")
+        add(flags.DEFINE_integer, "top_k", None, "sample from the k likeliest tokens only")
+        add(flags.DEFINE_integer, "seed", 0, "of the sampling")
+    return values
+
+
+def _overview() -> str:
+    lines = ["usage: tpu-train COMMAND [--flag=value ...]", ""]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "tpu-train COMMAND --help lists the command's flags."])
+
+
+def _help(command: str, values: flags.FlagValues) -> str:
+    lines = [f"usage: tpu-train {command} [--flag=value ...]", f"  {COMMANDS[command]}", ""]
+    for name in values:
+        default = values[name].default
+        shown = f" (default: {default})" if default not in (None, "", []) else ""
+        lines.append(f"  --{name:<12} {values[name].help}{shown}")
+    if command == "train":
+        from tpu_train.config import Config, flatten
+
+        lines += ["", "fields for --set, and their defaults:"]
+        lines += [f"  {name} = {value}" for name, value in flatten(Config())]
+    return "\n".join(lines)
+
+
+def _run(command: str, values: flags.FlagValues) -> int:
+    from tpu_train import config as config_lib
+
+    flag: dict[str, Any] = {name: values[name].value for name in values}
+    overrides = list(flag["set"])
+    if flag["workdir"]:
+        overrides.append(f"run.workdir={flag['workdir']}")
+    if command == "train":
+        if not flag["config"]:
+            raise config_lib.UserError("tpu-train train needs --config=FILE, such as --config=configs/tiny.py")
+        config = config_lib.load(flag["config"], overrides)
+        _prepare_jax()
+        from tpu_train import report, train
+
+        try:
+            return train.train(config, START_TIME)
+        except report.RunFailed as error:
+            print(f"tpu-train: {error}", file=sys.stderr)
+            return 1
+    if not flag["workdir"]:
+        if not flag["config"]:
+            raise config_lib.UserError(f"tpu-train {command} needs --workdir=DIR or --config=FILE")
+        flag["workdir"] = config_lib.load(flag["config"], overrides).run.workdir
+    _prepare_jax()
+    from tpu_train import inference
+
+    return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)
+
+
+def _prepare_jax() -> None:
+    """Settings that must stand before jax is imported."""
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(cache) / "tpu_train" / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from absl import logging as absl_logging
+
+    # Orbax tells of every save and of what it can't know of a JSON file; what matters it raises.
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    run()

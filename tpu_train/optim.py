@@ -1,0 +1,102 @@
+"""Optimizers, schedules and the decay rule, all from Optax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_train.config import OptimConfig
+from tpu_train.sharding import dims_of
+
+Tree = Any
+
+
+def make_schedule(config: OptimConfig, steps: int, peak: float) -> optax.Schedule:
+    """Learning rate by optimizer step: linear warm-up, then cosine, constant, or flat with a linear end (wsd)."""
+    warmup, end = config.warmup_steps, peak * config.final_lr_fraction
+    if config.schedule == "cosine":
+        body = optax.cosine_decay_schedule(peak, max(1, steps - warmup), config.final_lr_fraction)
+    elif config.schedule == "constant":
+        body = optax.constant_schedule(peak)
+    else:
+        # arXiv:2404.06395: the decay takes the last share of the whole run.
+        decay = max(1, min(round(steps * config.decay_fraction), steps - warmup))
+        flat = optax.constant_schedule(peak)
+        body = optax.join_schedules([flat, optax.linear_schedule(peak, end, decay)], [steps - warmup - decay])
+    if warmup == 0:
+        return body
+    # The first step moves too: it takes peak / warmup, not 0.
+    rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+    return optax.join_schedules([rise, body], [warmup])
+
+
+def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW, or Muon for the matrices of the blocks with AdamW for the rest; clipped by the global norm first."""
+    moment_dtype = jnp.dtype(config.moment_dtype)
+    adamw = optax.adamw(
+        make_schedule(config, steps, config.peak_lr),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+        mu_dtype=moment_dtype,
+    )
+    optimizer = adamw
+    if config.optimizer == "muon":
+        muon = optax.contrib.muon(
+            make_schedule(config, steps, config.muon_lr),
+            weight_decay=config.weight_decay,
+            mu_dtype=moment_dtype,
+            muon_weight_dimension_numbers=muon_dimension_numbers,
+        )
+        optimizer = _in_auto_mode(optax.partition({"muon": muon, "adamw": adamw}, muon_labels))
+    return (
+        optimizer if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    )
+
+
+def _in_auto_mode(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`optimizer`, its update sharded by the compiler: Muon multiplies matrices without saying how they are split."""
+
+    def update(grads, state, params):
+        shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, (grads, state))
+        return jax.sharding.auto_axes(optimizer.update, out_sharding=shardings)(grads, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def _dims(path: tuple[Any, ...]) -> tuple[str, bool]:
+    """The dims of the parameter at a path of the model, without the stacked L, and whether it lies in a block."""
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    dims = next(name for name in reversed(names) if name != "value")
+    return dims_of(dims), "blocks" in names
+
+
+def decay_mask(params: Tree) -> Tree:
+    """True for matrices. By the dims in the name, not by rank: a stacked norm scale is [L, D] and must not decay."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: len(_dims(path)[0]) > 1, params)
+
+
+def muon_labels(params: Tree) -> Tree:
+    """ "muon" for the matrices inside blocks, "adamw" for the embedding, the head and the norms."""
+
+    def label(path, _):
+        dims, in_block = _dims(path)
+        return "muon" if in_block and len(dims) > 1 else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def muon_dimension_numbers(params: Tree) -> Tree:
+    """Which dims of each matrix are its input and its output; heads count with the side they belong to, L with none."""
+
+    def numbers(path, leaf):
+        dims, _ = _dims(path)
+        stacked = leaf.ndim - len(dims)
+        inputs = {"DNH": 1, "DKH": 1, "NHD": 2, "DF": 1, "FD": 1}[dims]
+        axes = tuple(range(stacked, leaf.ndim))
+        return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
+
+    return jax.tree_util.tree_map_with_path(numbers, params)

@@ -1,0 +1,137 @@
+"""What a run says of itself: each step's metrics, one step late, checked, timed, written and printed."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpu_train import chart, devices, metrics
+from tpu_train.config import Config
+from tpu_train.models.transformer import train_flops_per_token
+
+
+class RunFailed(Exception):
+    """The run can't go on, though its input was right; one line that says why and what is kept."""
+
+
+def say(line: str) -> None:
+    """Prints on the first process only."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
+class Reporter:
+    """Holds the metrics of the step under way until the next is dispatched, so that reading them makes nothing wait.
+
+    The time between two fetches is true step time: a fetch returns when its step is done. What happens inside
+    `pause` is not counted, nor is the first step, which compiles.
+    """
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh, step: int, start_time: float):
+        self.validation_loss: float | None = None
+        self.last_good = step or None  # the newest checkpoint
+        self._config, self._start_time = config, start_time
+        self._writer = metrics.MetricsWriter(Path(config.run.workdir), step) if jax.process_index() == 0 else None
+        self._flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
+        peak = devices.peak_flops(mesh.devices.flat[0].device_kind)
+        self._peak_flops = None if peak is None else peak * mesh.devices.size
+        self._first_step = step + 1
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._fetched: tuple[int, dict[str, float]] | None = None
+        self._timed_from = 0.0
+        self._timed_steps, self._timed_tokens = 0, 0.0
+        self._step_seconds: float | None = None
+
+    def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
+        """Reports the step before this one and takes this one's metrics, without waiting for them."""
+        previous, self._pending = self._pending, (step, values)
+        if previous is not None:
+            self._fetch(*previous)
+            self.log()
+
+    def fetch(self) -> None:
+        """Waits for the step under way. Raises RunFailed if its numbers are not finite."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._fetch(*pending)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For work between steps; call `fetch` first."""
+        began = time.monotonic()
+        yield
+        self._timed_from += time.monotonic() - began
+
+    def log(self) -> None:
+        """Writes and prints the fetched step if it is one to log."""
+        if self._fetched is None:
+            return
+        (step, values), self._fetched = self._fetched, None
+        last = self._config.run.steps
+        validation_loss, self.validation_loss = self.validation_loss, None
+        if step % self._config.run.log_every and step not in (self._first_step, last) and validation_loss is None:
+            return
+        line: dict[str, float | None] = {name: values[name] for name in ("loss", "learning_rate", "grad_norm")}
+        line |= self._speed()
+        line |= {name: values[name] for name in ("loss_scale",) if name in values}
+        if validation_loss is not None:
+            line["validation_loss"] = validation_loss
+        if self._writer is not None:
+            self._writer.write(step, line)
+        eta = None if self._step_seconds is None else self._step_seconds * (last - step)
+        say(metrics.format_progress(step, last, line, eta))
+        if step == self._first_step:
+            say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _fetch(self, step: int, on_device: dict[str, jax.Array]) -> None:
+        values = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        now = time.monotonic()
+        if step == self._first_step:
+            self._timed_from = now
+        else:
+            self._timed_steps += 1
+            self._timed_tokens += values["tokens"]
+        self._fetched = (step, values)
+        # A float16 step with infinite gradients was skipped; anywhere else they are in the weights by now.
+        broken = [n for n in ("loss", "grad_norm") if not math.isfinite(values[n]) and "loss_scale" not in values]
+        broken = broken or ([] if math.isfinite(values["loss"]) else ["loss"])
+        if broken:
+            self.log()
+            kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
+            raise RunFailed(
+                f"{broken[0]} is {values[broken[0]]} at step {step}; kept: {kept} in {self._config.run.workdir}; "
+                "try a lower optim.peak_lr or more optim.warmup_steps"
+            )
+
+    def _speed(self) -> dict[str, float | None]:
+        """tokens_per_second, step_seconds and mfu since the last call; None before the second step."""
+        now = time.monotonic()
+        if not self._timed_steps:
+            return {"tokens_per_second": None, "step_seconds": None, "mfu": None}
+        seconds = now - self._timed_from
+        tokens_per_second = self._timed_tokens / seconds
+        self._step_seconds = seconds / self._timed_steps
+        mfu = None if self._peak_flops is None else tokens_per_second * self._flops_per_token / self._peak_flops
+        self._timed_from, self._timed_steps, self._timed_tokens = now, 0, 0.0
+        return {"tokens_per_second": tokens_per_second, "step_seconds": self._step_seconds, "mfu": mfu}
+
+
+def write_charts(workdir: Path) -> str:
+    """Writes WORKDIR/loss.png from metrics.jsonl; returns the chart for the terminal and the file's path."""
+    lines = metrics.read(workdir)
+    series: dict[str, Any] = {}
+    for name, key in (("training", "loss"), ("validation", "validation_loss")):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            series[name] = tuple(zip(*points, strict=True))
+    drawn = chart.write_png(workdir / "loss.png", series, title=f"Loss of {workdir.name}")
+    return f"{chart.terminal_chart(series)}\n{workdir / 'loss.png'}" if drawn else "no finite loss to draw"

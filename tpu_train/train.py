@@ -1,0 +1,170 @@
+"""A training run, from a config to its last checkpoint: set up or continue, loop, and leave a chart and a sample.
+
+The loop keeps the device busy: step i + 1 is dispatched before the metrics of step i are fetched, and every transfer
+between host and device is explicit.
+"""
+
+import contextlib
+import dataclasses
+import signal as signals
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tpu_train import checkpoint, data, devices, generate, precision
+from tpu_train import config as config_lib
+from tpu_train import mesh as mesh_lib
+from tpu_train.config import Config, UserError
+from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.models.transformer import num_params
+from tpu_train.report import Reporter, say, write_charts
+from tpu_train.sharding import SPECS
+from tpu_train.train_step import TrainState, abstract_state, init_state, make_train_step
+
+
+def train(config: Config, start_time: float) -> int:
+    """Runs `config` to its last step, or continues where its workdir stopped; returns the process's exit code.
+
+    `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
+    """
+    workdir = Path(config.run.workdir)
+    mesh = mesh_lib.make_mesh(config.mesh)
+    mesh_lib.check_fits(config, mesh)
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
+    place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(batches))
+        checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))
+        stop = stack.enter_context(stop_signals())
+        state = _restore_or_init(config, compute, checkpoints, batches)
+        _announce(config, mesh, compute, state)
+        run = Run(
+            *(config, mesh, make_train_step(config, compute), make_eval_step(compute), batches),
+            data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
+            checkpoints,
+            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time))),
+            stop,
+        )
+        state = run.loop(state)
+        if stop.signal is not None:
+            say(f"{stop.signal.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
+            return 128 + stop.signal
+    say(write_charts(workdir))
+    if config.run.sample_tokens:
+        _say_sample(config, state, tokenizer, compute)
+    return 0
+
+
+@dataclasses.dataclass
+class Stop:
+    """The signal that asked the run to stop, if any."""
+
+    signal: signals.Signals | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    """What the loop uses."""
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    train_step: Callable
+    eval_step: Callable
+    batches: Iterator[dict[str, Any]]
+    validation: Any
+    checkpoints: checkpoint.Checkpoints
+    reporter: Reporter
+    stop: Stop
+
+    def loop(self, state: TrainState) -> TrainState:
+        """Steps until the last one or a stop signal; either way the state returned is saved."""
+        run = self.config.run
+        for step in range(int(state.step) + 1, run.steps + 1):
+            with jax.transfer_guard("disallow"):
+                state, values = self.train_step(state, self._next_batch())
+            self.reporter.dispatched(step, values)
+            stopping = self.stop.signal is not None
+            evaluating = (step % run.eval_every == 0 or step == run.steps) and not stopping
+            saving = step % self.config.checkpoint.every_steps == 0 or step == run.steps or stopping
+            if evaluating or saving:
+                self.reporter.fetch()
+                with self.reporter.pause():
+                    if evaluating:
+                        self.reporter.validation_loss = self._evaluate(state)
+                    if saving:
+                        self.checkpoints.save(step, state, self.batches, self.config)
+                        self.reporter.last_good = step
+                self.reporter.log()
+            if stopping:
+                break
+        self.checkpoints.wait()
+        return state
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
+        micro = self.config.optim.accumulation_steps
+        return {
+            name: jax.make_array_from_process_local_data(sharding, x.reshape(micro, -1, x.shape[-1]))
+            for name, x in next(self.batches).items()
+        }
+
+    def _evaluate(self, state: TrainState) -> float:
+        return evaluate(self.eval_step, state.model, self.validation, self.mesh, self.config.run.eval_batches)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Notes the first Ctrl-C or SIGTERM in the `Stop` it gives; a second one acts as it would without us."""
+    stop = Stop()
+
+    def note(number: int, _frame: Any) -> None:
+        stop.signal = signals.Signals(number)
+        signals.signal(number, before[signals.Signals(number)])
+        say(f"{stop.signal.name}: finishing this step and saving; once more to stop at once")
+
+    before = {number: signals.signal(number, note) for number in (signals.SIGINT, signals.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signals.signal(number, handler)
+
+
+def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
+    step = checkpoints.latest()
+    if step is None:
+        return init_state(config, compute)
+    checkpoint.refuse_other_run(checkpoints.saved_config(step), config, checkpoints.directory.parent)
+    if step > config.run.steps:
+        raise UserError(
+            f"{checkpoints.directory.parent} is at step {step}, past run.steps={config.run.steps}; raise run.steps or "
+            "choose another --workdir"
+        )
+    say(f"continuing from step {step} in {config.run.workdir}")
+    return checkpoints.restore(step, abstract_state(config, compute), batches)
+
+
+def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Compute, state: TrainState) -> None:
+    for name, value, _ in config_lib.differences(config, Config()):
+        say(f"  {name} = {value}")
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    say(f"devices: {devices.describe(mesh.devices)}, mesh: {axes}")
+    reason = ", since a CPU only emulates bfloat16" if compute.platform == "cpu" and compute.dtype == "float32" else ""
+    say(f"weights float32, compute {compute.dtype}{reason}")
+    tokens = config.data.batch_size * config.data.seq_len
+    say(f"parameters: {num_params(state.model):,}, tokens per step: {tokens:,}")
+
+
+def _say_sample(config: Config, state: TrainState, tokenizer: data.Tokenizer, compute: precision.Compute) -> None:
+    text = generate.sample_text(
+        *(state.model, tokenizer, config.run.sample_prompt, compute),
+        num_tokens=config.run.sample_tokens,
+        temperature=0.8,
+        seed=config.run.seed,
+    )[0]
+    say(f"sample after {config.run.sample_prompt!r}:\n{text}")

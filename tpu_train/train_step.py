@@ -1,0 +1,120 @@
+"""What is kept between steps and the step itself: gradients over micro-batches, one optimizer update."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_train.config import Config
+from tpu_train.loss import weighted_loss
+from tpu_train.models.transformer import Transformer
+from tpu_train.optim import make_optimizer, make_schedule
+from tpu_train.precision import Compute
+
+GROWTH_INTERVAL = 2000  # finite steps before the float16 loss scale doubles, as in arXiv:1710.03740
+MAX_LOSS_SCALE = 2.0**24
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+    """Everything that a resumed run needs on device; `step` counts optimizer steps done."""
+
+    step: jax.Array
+    model: Transformer
+    opt_state: Any
+    loss_scale: jax.Array  # float32; 1 unless computing in float16
+    good_steps: jax.Array  # finite steps since the loss scale last changed
+
+
+def init_state(config: Config, compute: Compute) -> TrainState:
+    """A fresh state over the current mesh; moments are sharded as the weights are."""
+    return jax.jit(functools.partial(_make_state, config, compute))(jax.random.key(config.run.seed))
+
+
+def abstract_state(config: Config, compute: Compute) -> TrainState:
+    """The shapes, dtypes and shardings that `init_state` gives, with nothing computed."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    abstract = jax.eval_shape(functools.partial(_make_state, config, compute), key)
+    mesh = jax.sharding.get_mesh()
+
+    def on_mesh(x):
+        spec = jax.sharding.PartitionSpec() if x.sharding is None else x.sharding.spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, abstract)
+
+
+def _make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+    model = Transformer(config.model, key)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        model=model,
+        opt_state=make_optimizer(config.optim, config.run.steps).init(model),
+        loss_scale=jnp.asarray(2.0**15 if compute.scales_loss else 1.0, jnp.float32),
+        good_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def make_train_step(config: Config, compute: Compute):
+    """The jitted step: (state, batch of [A, B, T]) -> (state, metrics). The old state's buffers are reused."""
+    optimizer = make_optimizer(config.optim, config.run.steps)
+    schedule = make_schedule(config.optim, config.run.steps, config.optim.peak_lr)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: dict[str, jax.Array]):
+        loss, grads = _loss_and_grads(state, batch, config.optim.z_loss, compute)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+        new = TrainState(
+            state.step + 1, optax.apply_updates(state.model, updates), opt_state, state.loss_scale, state.good_steps
+        )
+        grad_norm = optax.global_norm(grads)
+        metrics = {
+            "loss": loss,
+            "learning_rate": schedule(state.step),
+            "grad_norm": grad_norm,
+            "tokens": jnp.sum(batch["weights"]),
+        }
+        if compute.scales_loss:
+            new = _adjust_loss_scale(state, new, jnp.isfinite(grad_norm))
+            metrics["loss_scale"] = state.loss_scale
+        return new, metrics
+
+    return train_step
+
+
+def _loss_and_grads(state, batch, z_loss, compute):
+    """Cross entropy and gradients (unscaled, float32), averaged over the tokens of all micro-batches together."""
+    total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    scale = state.loss_scale
+
+    def micro_loss(model, micro_batch):
+        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute)
+        return loss * (scale / total_weight), cross_entropy / total_weight
+
+    grad_fn = jax.grad(micro_loss, has_aux=True)
+    if batch["tokens"].shape[0] == 1:
+        grads, loss = grad_fn(state.model, jax.tree.map(lambda x: x[0], batch))
+    else:
+
+        def accumulate(carry, micro_batch):
+            grads, loss = grad_fn(state.model, micro_batch)
+            return jax.tree.map(jnp.add, carry, (grads, loss)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (state.model, total_weight))
+        (grads, loss), _ = jax.lax.scan(accumulate, zeros, batch)
+    return loss, jax.tree.map(lambda g: g / scale, grads) if compute.scales_loss else grads
+
+
+def _adjust_loss_scale(old: TrainState, new: TrainState, finite: jax.Array) -> TrainState:
+    """Overflow: keep the old weights and moments, halve the scale. A run of finite steps: double it, up to a limit."""
+    model, opt_state = jax.tree.map(
+        lambda a, b: jnp.where(finite, b, a), (old.model, old.opt_state), (new.model, new.opt_state)
+    )
+    grow = finite & (old.good_steps + 1 >= GROWTH_INTERVAL)
+    scale = jnp.where(finite, jnp.where(grow, old.loss_scale * 2, old.loss_scale), jnp.maximum(old.loss_scale / 2, 1.0))
+    good_steps = jnp.where(finite & ~grow, old.good_steps + 1, 0)
+    return TrainState(new.step, model, opt_state, jnp.minimum(scale, MAX_LOSS_SCALE), good_steps)
