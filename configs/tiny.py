@@ -10,7 +10,7 @@ from tpu_train.config import CheckpointConfig, Config, DataConfig, ModelConfig, 
 
 def config() -> Config:
     return Config(
-        model=ModelConfig(num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=352),
+        model=ModelConfig(num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=352, scan_unroll=4),
         data=DataConfig(seq_len=128, batch_size=16),
         optim=OptimConfig(peak_lr=3e-3, warmup_steps=20),
         checkpoint=CheckpointConfig(every_steps=200),

@@ -46,6 +46,8 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     # One entry per layer of a repeating group, in tokens; 0 sees all earlier tokens. Must divide num_layers.
     window_pattern: tuple[int, ...] = (0,)
+    # Groups of layers per turn of the scan over them. All at once is quicker on a CPU; 1 compiles soonest on a TPU.
+    scan_unroll: int = 1
     # What the backward pass keeps of a block: everything, matmul outputs, or only the block's input.
     remat: Literal["none", "dots", "full"] = "none"
 
@@ -247,7 +249,7 @@ def check(config: Config) -> None:
 
 _POSITIVE = {
     "model": "vocab_size num_layers model_dim num_heads num_kv_heads head_dim mlp_dim norm_eps rope_theta "
-    "attention_soft_cap logit_soft_cap",
+    "attention_soft_cap logit_soft_cap scan_unroll",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
     "checkpoint": "every_steps keep_last",

@@ -122,6 +122,10 @@ def _run(command: str, values: flags.FlagValues) -> int:
 
 def _prepare_jax() -> None:
     """Settings that must stand before jax is imported."""
+    from tpu_train import cpu
+
+    if not cpu.has_accelerator():
+        cpu.keep_freed_memory()
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(cache) / "tpu_train" / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

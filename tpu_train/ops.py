@@ -31,25 +31,22 @@ def attention(
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
         implementation = "cudnn"
 
-    def local(q, k, v, segment_ids, offset):
+    def local(q, k, v, segment_ids, offset=q_offset):
         return pallas_kernels.flash_attention(
-            q,
-            k,
-            v,
+            *(q, k, v),
             window=mask.window,
             q_segment_ids_BT=segment_ids,
             kv_segment_ids_BS=segment_ids,
-            q_offset=q_offset if implementation == "cudnn" else offset,
+            q_offset=offset,
             logit_soft_cap=soft_cap,
             implementation=implementation,
         )
 
-    segments = None if segment_ids_BT is None else SPECS["BT"]
-    return jax.shard_map(
-        local,
-        in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, P()),
-        out_specs=SPECS["BTNH"],
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, jnp.asarray(q_offset, jnp.int32))
+    specs = (SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], None if segment_ids_BT is None else SPECS["BT"])
+    arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    if isinstance(q_offset, jax.Array):
+        specs, arrays = (*specs, P()), (*arrays, q_offset)
+    return jax.shard_map(local, in_specs=specs, out_specs=SPECS["BTNH"])(*arrays)
 
 
 def linear_cross_entropy(

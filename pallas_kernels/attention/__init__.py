@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.attention import short
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.reference import attention_reference
 from pallas_kernels.attention.xla import attention_xla, cudnn_attention, cudnn_can_run
@@ -37,7 +39,7 @@ def flash_attention(
       q_offset: position of the first query, the first key being at 0; an int or an int scalar.
       scale: of the scores; None is H ** -0.5.
       logit_soft_cap: cap * tanh(score / cap), after the scale.
-      implementation: "reference", "xla" (chunked) or "cudnn" (on an NVIDIA GPU, fewer options).
+      implementation: "reference", "xla" (blocked) or "cudnn" (on an NVIDIA GPU, fewer options).
 
     Returns:
       o_BTNH in q's dtype. A query that sees nothing gets zeros and passes no gradient.
@@ -58,8 +60,13 @@ def flash_attention(
             f"flash_attention has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}"
         )
     run = attention_reference if implementation == "reference" else attention_xla
+    known_offset = isinstance(q_offset, (int, np.integer))
+    if implementation == "xla" and known_offset and max(q_BTNH.shape[1], k_BSKH.shape[1]) <= short.LONGEST:
+        run = short.attention_short
+    elif known_offset:
+        q_offset = jnp.asarray(q_offset, jnp.int32)
     return run(
-        *(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, jnp.asarray(q_offset, jnp.int32)),
+        *(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset),
         mask=mask,
         scale=scale,
         soft_cap=logit_soft_cap,

@@ -73,7 +73,7 @@ class Transformer(nnx.Module):
 
         policy = REMAT_POLICIES[self.config.remat]
         body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
-        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, cache))
+        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, cache), unroll=self.config.scan_unroll)
         return self.final_norm(x_BTD), cache
 
 

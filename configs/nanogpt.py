@@ -1,0 +1,26 @@
+"""nanoGPT's character-level shape: 6 layers of 384, rows of 256 bytes, 10.7M parameters, on Python's own sources.
+
+    ./launch/local.sh train --config=configs/nanogpt.py
+
+On a GPU or a TPU a matter of minutes; on two CPU cores a few hours (about 1.6 s a step). The loss falls below 1.2.
+"""
+
+from tpu_train.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+
+
+def config() -> Config:
+    return Config(
+        model=ModelConfig(
+            num_layers=6,
+            model_dim=384,
+            num_heads=6,
+            mlp_dim=1536,
+            gated_mlp=False,
+            activation="gelu_tanh",
+            scan_unroll=6,
+        ),
+        data=DataConfig(seq_len=256, batch_size=64),
+        optim=OptimConfig(peak_lr=1e-3, warmup_steps=100, b2=0.99),
+        checkpoint=CheckpointConfig(every_steps=250),
+        run=RunConfig(steps=5000, log_every=10, eval_every=250, eval_batches=20),
+    )

@@ -1,0 +1,28 @@
+"""What makes a CPU run faster and has to be said before jax starts its threads."""
+
+import ctypes
+from pathlib import Path
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+
+
+def has_accelerator() -> bool:
+    """Whether this machine shows a TPU or an NVIDIA GPU; asks the file system, not jax."""
+    patterns = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*")
+    return any(next(Path("/dev").glob(pattern), None) is not None for pattern in patterns)
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to keep what is freed for the next allocation; False where there is no glibc.
+
+    XLA allocates a program's temporary buffer at each call and frees it after. By default glibc gives so large a
+    buffer back to the system, which clears every page of it again at the next step (measured: a fifth of the step).
+    The memory stays with the process until it ends.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20))
+    return all([mallopt(name, value) == 1 for name, value in settings])
