@@ -60,7 +60,7 @@ class Transformer(nnx.Module):
         """
         table_VD = gather(self.embed_VD[...], "VD", compute.dtype)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"])
-        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta)
+        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, compute)
         context = Context(*angles, segment_ids_BT, compute, cache_position)
 
         def group(x_BTD, layers):
