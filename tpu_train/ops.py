@@ -42,11 +42,14 @@ def attention(
             implementation=implementation,
         )
 
-    specs = (SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], None if segment_ids_BT is None else SPECS["BT"])
-    arrays = (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    if isinstance(q_offset, jax.Array):
-        specs, arrays = (*specs, P()), (*arrays, q_offset)
-    return jax.shard_map(local, in_specs=specs, out_specs=SPECS["BTNH"])(*arrays)
+    segments = None if segment_ids_BT is None else SPECS["BT"]
+    # An int stays one: implementations may build on an offset that they know when they are traced.
+    traced_offset = [q_offset] if isinstance(q_offset, jax.Array) else []
+    return jax.shard_map(
+        local,
+        in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, *(P() for _ in traced_offset)),
+        out_specs=SPECS["BTNH"],
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *traced_offset)
 
 
 def linear_cross_entropy(

@@ -1,11 +1,4 @@
-"""The parts of a block: RMSNorm, rotary positions, attention and the MLP.
-
-Initial weights (`normal` is cut at two standard deviations, `fan` counts the dims contracted with the input):
-    into a sub-layer (q, k, v, gate, up)   normal, std fan^-1/2
-    out of a sub-layer (output, down)      normal, std fan^-1/2 (2 L)^-1/2, so that the residual stream does not grow
-    embedding, head                        normal, std 0.02
-    norm scales                            one
-"""
+"""The parts of a block: RMSNorm, rotary positions, attention and the MLP."""
 
 import dataclasses
 import functools
@@ -18,6 +11,7 @@ from flax import nnx
 
 from tpu_train import ops
 from tpu_train.config import ModelConfig
+from tpu_train.models.init import Init
 from tpu_train.precision import Compute
 from tpu_train.sharding import BATCH, SPECS, P, gather
 
@@ -53,12 +47,6 @@ activate.defvjp(
     lambda name, x: (ACTIVATIONS[name](x), x),
     lambda name, x, cotangent: jax.vjp(ACTIVATIONS[name], x)[1](cotangent),
 )
-
-
-def weight(key: jax.Array, dims: str, shape: tuple[int, ...], std: float) -> nnx.Param:
-    """A float32 matrix, drawn so that its values do not depend on the mesh."""
-    initializer = jax.nn.initializers.truncated_normal(std)
-    return nnx.Param(initializer(key, shape, jnp.float32, out_sharding=SPECS[dims]))
 
 
 def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array:
@@ -98,8 +86,8 @@ def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param, str], compute: Com
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * scale over the last dim (arXiv:1910.07467), in float32; x's dtype out."""
 
-    def __init__(self, dim: int, eps: float):
-        self.scale_D = nnx.Param(jnp.ones((dim,), jnp.float32))
+    def __init__(self, dim: int, eps: float, init: Init):
+        self.scale_D = init.scale(dim)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -134,15 +122,14 @@ def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional q/k norm."""
 
-    def __init__(self, config: ModelConfig, window: int, key: jax.Array):
+    def __init__(self, config: ModelConfig, window: int, init: Init):
         D, N, K, H = config.model_dim, config.num_heads, config.kv_heads, config.head_size
-        keys = jax.random.split(key, 4)
-        self.q_DNH = weight(keys[0], "DNH", (D, N, H), D**-0.5)
-        self.k_DKH = weight(keys[1], "DKH", (D, K, H), D**-0.5)
-        self.v_DKH = weight(keys[2], "DKH", (D, K, H), D**-0.5)
-        self.out_NHD = weight(keys[3], "NHD", (N, H, D), (N * H * 2 * config.num_layers) ** -0.5)
-        self.q_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else None
+        self.q_DNH = init.weight("q_DNH", (D, N, H), D**-0.5)
+        self.k_DKH = init.weight("k_DKH", (D, K, H), D**-0.5)
+        self.v_DKH = init.weight("v_DKH", (D, K, H), D**-0.5)
+        self.out_NHD = init.weight("out_NHD", (N, H, D), (N * H * 2 * config.num_layers) ** -0.5)
+        self.q_norm = RMSNorm(H, config.norm_eps, init) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.norm_eps, init) if config.qk_norm else None
         self.window = window
         self.soft_cap = config.attention_soft_cap
 
@@ -175,12 +162,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """act(x gate) * (x up), then down (arXiv:2002.05202); without a gate, act(x up), then down."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    def __init__(self, config: ModelConfig, init: Init):
         D, F = config.model_dim, config.mlp_dim
-        keys = jax.random.split(key, 3)
-        self.gate_DF = weight(keys[0], "DF", (D, F), D**-0.5) if config.gated_mlp else None
-        self.up_DF = weight(keys[1], "DF", (D, F), D**-0.5)
-        self.down_FD = weight(keys[2], "FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
+        self.gate_DF = init.weight("gate_DF", (D, F), D**-0.5) if config.gated_mlp else None
+        self.up_DF = init.weight("up_DF", (D, F), D**-0.5)
+        self.down_FD = init.weight("down_FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
         self.activation = config.activation
 
     def __call__(self, x_BTD: jax.Array, compute: Compute) -> jax.Array:
@@ -195,12 +181,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, window: int, key: jax.Array):
-        attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps)
-        self.attention = Attention(config, window, attention_key)
-        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps)
-        self.mlp = MLP(config, mlp_key)
+    def __init__(self, config: ModelConfig, window: int, init: Init):
+        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps, init)
+        self.attention = Attention(config, window, init.of("attention"))
+        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps, init)
+        self.mlp = MLP(config, init.of("mlp"))
 
     def __call__(self, x_BTD, context, cache=None):
         """(output_BTD, cache)."""

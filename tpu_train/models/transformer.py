@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_train.config import ModelConfig
-from tpu_train.models.layers import Block, Context, RMSNorm, rotary_angles, weight
+from tpu_train.models.init import Init
+from tpu_train.models.layers import Block, Context, RMSNorm, rotary_angles
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, gather
 
@@ -25,19 +26,14 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         V, D = config.vocab_size, config.model_dim
-        embed_key, head_key, blocks_key = jax.random.split(key, 3)
-        self.embed_VD = weight(embed_key, "VD", (V, D), 0.02)
-        self.head_VD = None if config.tie_embeddings else weight(head_key, "VD", (V, D), 0.02)
+        init = Init(key)
+        self.embed_VD = init.weight("embed_VD", (V, D), 0.02)
+        self.head_VD = None if config.tie_embeddings else init.weight("head_VD", (V, D), 0.02)
         groups = config.num_layers // len(config.window_pattern)
         self.blocks = nnx.List(
-            [
-                jax.vmap(lambda key, window=window: Block(config, window, key))(
-                    jax.random.split(jax.random.fold_in(blocks_key, i), groups)
-                )
-                for i, window in enumerate(config.window_pattern)
-            ]
+            [Block(config, window, init.of(f"blocks.{i}", groups)) for i, window in enumerate(config.window_pattern)]
         )
-        self.final_norm = RMSNorm(D, config.norm_eps)
+        self.final_norm = RMSNorm(D, config.norm_eps, init)
         self.config = config
 
     @property
