@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,31 @@ COMMANDS = {
 
 def run() -> None:
     """Entry point of the console command."""
-    sys.exit(main(sys.argv))
+    at_once = False
+    try:
+        code = main(sys.argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("tpu-train: stopped at once", file=sys.stderr)
+        code, at_once = 128 + signal.SIGINT, True
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        code, at_once = 128 + signal.SIGPIPE, True
+    if at_once or code == 1:
+        # A save that failed or was left half done has threads that Python would wait for, some for minutes.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of our output went away, as `| head` does; other pipes break too, of a worker for one."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def main(argv: list[str]) -> int:
@@ -41,11 +66,15 @@ def main(argv: list[str]) -> int:
     try:
         rest = values([f"tpu-train {command}", *argv[2:]])[1:]
         if rest:
-            raise UserError(f"tpu-train {command} takes flags only, not {rest[0]!r}; see tpu-train {command} --help")
+            raise UserError(f"{command} takes flags only, not {rest[0]!r}; see tpu-train {command} --help")
         return _run(command, values)
     except (UserError, flags.Error) as error:
-        print(f"tpu-train: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print("tpu-train:", "; ".join([str(error), *getattr(error, "__notes__", [])]), file=sys.stderr)
+    return code
 
 
 def _flags_of(command: str) -> flags.FlagValues:
@@ -82,7 +111,8 @@ def _help(command: str, values: flags.FlagValues) -> str:
     for name in values:
         default = values[name].default
         shown = f" (default: {default})" if default not in (None, "", []) else ""
-        lines.append(f"  --{name:<12} {values[name].help}{shown}")
+        text = str(values[name].help).partition("\n")[0].rstrip(";")  # absl adds a line to repeatable flags
+        lines.append(f"  --{name:<12} {text}{shown}")
     if command == "train":
         from tpu_train.config import Config, flatten
 
@@ -100,19 +130,18 @@ def _run(command: str, values: flags.FlagValues) -> int:
         overrides.append(f"run.workdir={flag['workdir']}")
     if command == "train":
         if not flag["config"]:
-            raise config_lib.UserError("tpu-train train needs --config=FILE, such as --config=configs/tiny.py")
+            raise config_lib.UserError("train needs --config=FILE, such as --config=configs/tiny.py")
         config = config_lib.load(flag["config"], overrides)
         _prepare_jax()
-        from tpu_train import report, train
+        from tpu_train import checkpoint, report, train
 
         try:
             return train.train(config, START_TIME)
-        except report.RunFailed as error:
-            print(f"tpu-train: {error}", file=sys.stderr)
-            return 1
+        except (report.RunFailed, checkpoint.SaveFailed) as error:
+            return _fail(error, 1)
     if not flag["workdir"]:
         if not flag["config"]:
-            raise config_lib.UserError(f"tpu-train {command} needs --workdir=DIR or --config=FILE")
+            raise config_lib.UserError(f"{command} needs --workdir=DIR or --config=FILE")
         flag["workdir"] = config_lib.load(flag["config"], overrides).run.workdir
     _prepare_jax()
     from tpu_train import inference
@@ -133,9 +162,9 @@ def _prepare_jax() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from absl import logging as absl_logging
 
-    # Orbax tells of every save and of what it can't know of a JSON file; what matters it raises.
-    absl_logging.set_verbosity(absl_logging.ERROR)
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax tells of every save, and of a failed one with every thread's traceback; what matters it raises too.
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,13 @@ class Reporter:
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
+    def failure(self, what: str) -> str:
+        """One line for RunFailed: what happened, what is kept, what may help."""
+        kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
+        return (
+            f"{what}; kept: {kept} in {self._config.run.workdir}; try a lower optim.peak_lr or more optim.warmup_steps"
+        )
+
     def close(self) -> None:
         """Closes the files."""
         if self._writer is not None:
@@ -106,11 +113,7 @@ class Reporter:
         broken = broken or ([] if math.isfinite(values["loss"]) else ["loss"])
         if broken:
             self.log()
-            kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
-            raise RunFailed(
-                f"{broken[0]} is {values[broken[0]]} at step {step}; kept: {kept} in {self._config.run.workdir}; "
-                "try a lower optim.peak_lr or more optim.warmup_steps"
-            )
+            raise RunFailed(self.failure(f"{broken[0]} is {values[broken[0]]} at step {step}"))
 
     def _speed(self) -> dict[str, float | None]:
         """tokens_per_second, step_seconds and mfu since the last call; None before the second step."""

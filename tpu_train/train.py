@@ -6,12 +6,14 @@ between host and device is explicit.
 
 import contextlib
 import dataclasses
+import os
 import signal as signals
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpu_train import checkpoint, data, devices, generate, precision
 from tpu_train import config as config_lib
@@ -19,7 +21,7 @@ from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
-from tpu_train.report import Reporter, say, write_charts
+from tpu_train.report import Reporter, RunFailed, say, write_charts
 from tpu_train.sharding import SPECS
 from tpu_train.train_step import TrainState, abstract_state, init_state, make_train_step
 
@@ -96,8 +98,7 @@ class Run:
                     if evaluating:
                         self.reporter.validation_loss = self._evaluate(state)
                     if saving:
-                        self.checkpoints.save(step, state, self.batches, self.config)
-                        self.reporter.last_good = step
+                        self._save(step, state)
                 self.reporter.log()
             if stopping:
                 break
@@ -116,23 +117,43 @@ class Run:
     def _evaluate(self, state: TrainState) -> float:
         return evaluate(self.eval_step, state.model, self.validation, self.mesh, self.config.run.eval_batches)
 
+    def _save(self, step: int, state: TrainState) -> None:
+        # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
+        if not jax.device_get(_is_finite(state)):
+            raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
+        self.checkpoints.save(step, state, self.batches, self.config)
+        self.reporter.last_good = step
+
+
+@jax.jit
+def _is_finite(state: TrainState) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Notes the first Ctrl-C or SIGTERM in the `Stop` it gives; a second one acts as it would without us."""
+    """Notes the first Ctrl-C or SIGTERM in the `Stop` it gives; one more of either acts as it would without us."""
     stop = Stop()
 
     def note(number: int, _frame: Any) -> None:
         stop.signal = signals.Signals(number)
-        signals.signal(number, before[signals.Signals(number)])
-        say(f"{stop.signal.name}: finishing this step and saving; once more to stop at once")
+        restore()
+        if jax.process_index() == 0:
+            # Not print, which can't be entered again if the signal came while it was writing.
+            line = f"{stop.signal.name}: finishing this step and saving; once more to stop at once\n"
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signals.signal(number, handler)
 
     before = {number: signals.signal(number, note) for number in (signals.SIGINT, signals.SIGTERM)}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signals.signal(number, handler)
+        restore()
 
 
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
@@ -145,7 +166,10 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
             f"{checkpoints.directory.parent} is at step {step}, past run.steps={config.run.steps}; raise run.steps or "
             "choose another --workdir"
         )
-    say(f"continuing from step {step} in {config.run.workdir}")
+    if step == config.run.steps:
+        say(f"the run in {config.run.workdir} is complete at step {step}; a higher run.steps would continue it")
+    else:
+        say(f"continuing from step {step} in {config.run.workdir}")
     return checkpoints.restore(step, abstract_state(config, compute), batches)
 
 

@@ -6,6 +6,7 @@ for the backward pass: at most 512 numbers a row, where the blocked form in xla.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class _Options:
 def attention_short(
     q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset: int, *, mask, scale, soft_cap
 ):
-    """Same contract as `attention_reference`, for a `q_offset` known at trace time."""
+    """Same contract as `attention_reference`, for a `q_offset` that is an int."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     o_BKGTH = _attend(
@@ -119,7 +120,7 @@ def _sum_over_keys(parts, num_keys):
     """Adds up [B, K, keys, H] parts, each over its own slice of the keys; cut at every slice's ends first."""
     cuts = sorted({0, num_keys} | {end for keys, _ in parts for end in (keys.start, keys.stop)})
     pieces = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         inside = [
             part[:, :, low - keys.start : high - keys.start] for keys, part in parts if keys.start <= low < keys.stop
         ]

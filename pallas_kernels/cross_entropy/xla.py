@@ -27,6 +27,7 @@ class _Options:
 def cross_entropy_xla(x_TD, w_VD, labels_T, *, z_loss, soft_cap, vocab_axis):
     """Same contract as `cross_entropy_reference`, sharded vocabulary included."""
     options = _Options(z_loss, soft_cap, vocab_axis)
+    w_VD = vary_like(w_VD, x_TD)  # devices that share a head get the sum of their gradients
     T, V = x_TD.shape[0], w_VD.shape[0]
     chunk = max(8, LOGIT_BYTES // (4 * V))
     if chunk >= T:

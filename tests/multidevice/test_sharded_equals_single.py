@@ -1,0 +1,119 @@
+"""Three steps on eight devices, however they are laid out, against the same three on one; and what is split how."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tpu_train.mesh import check_fits
+from tpu_train.precision import resolve
+from tpu_train.sharding import SPECS, dims_of
+from tpu_train.train_step import make_train_step
+
+BASE = ("optim.clip_norm=0.5", "optim.z_loss=0.01")
+VARIANTS = {
+    "adamw": (*BASE,),
+    "adamw_untied_in_two_parts": (
+        *BASE,
+        "optim.accumulation_steps=2",
+        "model.tie_embeddings=false",
+        "data.batch_size=16",
+    ),
+    "muon_with_qk_norm_and_remat": (*BASE, "optim.optimizer=muon", "model.qk_norm=true", "model.remat=full"),
+}
+CASES = [
+    ((8, 1, 1), "adamw"),
+    ((1, 8, 1), "adamw"),
+    ((1, 1, 4), "adamw"),
+    ((2, 2, 2), "adamw_untied_in_two_parts"),
+    ((1, 4, 2), "muon_with_qk_norm_and_remat"),
+]
+
+
+@pytest.fixture(scope="module")
+def three_steps(tiny, random_batch, fresh_state, place, mesh_of):
+    """(mesh shape, variant) -> (losses and norms, weights, the shardings of the state, the compiled step's text)."""
+    done = {}
+
+    def run(shape, variant):
+        if (shape, variant) not in done:
+            mesh = mesh_of(*shape)
+            config = tiny(*VARIANTS[variant])
+            check_fits(config, mesh)
+            state, batches = fresh_state(config), [place(random_batch(config, seed)) for seed in range(3)]
+            step = make_train_step(config, resolve(config.run, "cpu")).lower(state, batches[0]).compile()
+            metrics = []
+            for batch in batches:
+                state, measured = step(state, batch)
+                metrics.append([float(measured[name]) for name in ("loss", "grad_norm", "tokens")])
+            weights = {
+                jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(state.model)
+            }
+            shardings = {
+                jax.tree_util.keystr(path): (x.ndim, x.sharding)
+                for path, x in jax.tree_util.tree_leaves_with_path((state.model, state.opt_state))
+            }
+            done[shape, variant] = (np.array(metrics), weights, shardings, step.as_text())
+        return done[shape, variant]
+
+    return run
+
+
+@pytest.mark.parametrize(("shape", "variant"), CASES)
+def test_sharded_equals_single_device(three_steps, shape, variant):
+    metrics, weights, _, _ = three_steps(shape, variant)
+    wanted_metrics, wanted_weights, _, _ = three_steps((1, 1, 1), variant)
+    np.testing.assert_allclose(metrics, wanted_metrics, rtol=1e-5)
+    assert (np.diff(wanted_metrics[:, 0]) != 0).all()
+    assert (wanted_metrics[:, 1] > 0.5).all()  # so the clipping is at work
+    for name, w in wanted_weights.items():
+        np.testing.assert_allclose(weights[name], w, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def parameter(path: str) -> str:
+    """The parameter's name in a tree path: 'q_DNH' of ".blocks[0].attention.q_DNH.value"."""
+    return re.findall(r"\w+_[A-Z]+", path)[-1]
+
+
+@pytest.mark.parametrize(("shape", "variant"), CASES)
+def test_every_weight_and_moment_is_split_as_the_table_says(three_steps, mesh_of, shape, variant):
+    _, weights, shardings, _ = three_steps(shape, variant)
+    mesh = mesh_of(*shape)
+    split = 0
+    for path, (ndim, sharding) in shardings.items():
+        if ndim < 2 and "scale" not in path:
+            continue  # counts and coefficients
+        spec = SPECS[dims_of(parameter(path))]
+        stacked = ndim - len(dims_of(parameter(path)))
+        assert stacked in (0, 1), path
+        wanted = jax.NamedSharding(mesh, P(*(None,) * stacked, *spec))
+        assert sharding.is_equivalent_to(wanted, ndim), (path, sharding.spec, wanted.spec)
+        expected = int(np.prod([mesh.shape[axis] for axis in spec if axis is not None]))
+        assert sharding.num_devices // (shape[0] * shape[1] * shape[2] // expected) == expected
+        split += not sharding.is_fully_replicated
+    matrices = [name for name in weights if "scale" not in name]
+    # Weights and at least one moment of each.
+    assert split >= 2 * len(matrices) if max(shape[1:]) > 1 else split == 0
+
+
+def test_fsdp_step_gathers_weights_and_reduces_gradients(three_steps):
+    sharded, single = (three_steps(shape, "adamw")[3] for shape in ((1, 8, 1), (1, 1, 1)))
+    assert "all-gather" in sharded
+    assert "reduce-scatter" in sharded or "all-reduce" in sharded
+    assert "all-gather" not in single
+
+
+def test_data_parallel_step_gathers_no_weight(three_steps):
+    text = three_steps((8, 1, 1), "adamw")[3]
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
+def test_no_device_of_an_fsdp_mesh_holds_a_whole_matrix(three_steps):
+    _, weights, shardings, _ = three_steps((1, 8, 1), "adamw")
+    for name, w in weights.items():
+        if "scale" not in name:
+            _, sharding = next(found for path, found in shardings.items() if path.endswith(name))
+            assert np.prod(sharding.shard_shape(w.shape)) == w.size / 8, name

@@ -1,0 +1,98 @@
+"""The mesh: its shape from what is asked and what is there, and which models fit it."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from tpu_train.config import MeshConfig, UserError
+from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "shape"),
+    [
+        ((-1, 1, 1), 8, (8, 1, 1)),
+        ((-1, 1, 1), 1, (1, 1, 1)),
+        ((-1, 2, 2), 8, (2, 2, 2)),
+        ((2, -1, 2), 8, (2, 2, 2)),
+        ((1, 2, -1), 12, (1, 2, 6)),
+        ((2, 4, 1), 8, (2, 4, 1)),
+        ((-1, 4, 2), 8, (1, 4, 2)),
+    ],
+)
+def test_shape_fills_in_what_is_left(sizes, devices, shape):
+    assert mesh_shape(MeshConfig(*sizes), devices) == shape
+
+
+@given(st.tuples(*[st.integers(1, 6)] * 3), st.integers(0, 2))
+def test_shape_always_uses_every_device(sizes, free):
+    asked = [-1 if i == free else size for i, size in enumerate(sizes)]
+    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((-1, -1, 1), "at most one is -1"),
+        ((0, 1, 1), "sizes are at least 1"),
+        ((1, -2, 1), "sizes are at least 1"),
+        ((-1, 3, 1), "makes 3 devices; there are 8"),
+        ((-1, 16, 1), "makes 16 devices; there are 8"),
+        ((2, 2, 1), "mesh.data=2, mesh.fsdp=2, mesh.tensor=1 makes 4 devices; there are 8: the product must match"),
+        ((4, 4, 1), "makes 16 devices; there are 8"),
+    ],
+)
+def test_shape_that_does_not_fit_the_devices_is_refused(sizes, message):
+    with pytest.raises(UserError) as error:
+        mesh_shape(MeshConfig(*sizes), 8)
+    assert message in str(error.value)
+
+
+def test_mesh_is_explicit_holds_the_devices_and_is_set_for_the_process():
+    mesh = make_mesh(MeshConfig(2, 2, -1))
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    assert set(mesh.devices.flat) == set(jax.devices())
+    assert jax.sharding.get_mesh() == mesh
+    assert make_mesh(MeshConfig(), jax.devices()[3:5]).devices.flatten().tolist() == jax.devices()[3:5]
+
+
+def test_platform_is_that_of_the_meshs_devices(mesh_of):
+    assert platform(mesh_of(2)) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "message"),
+    [
+        (
+            (2, 1, 1),
+            ["data.batch_size=7"],
+            "accumulation_steps=7 does not divide over the 2 devices of mesh axis data x",
+        ),
+        ((2, 2, 1), ["optim.accumulation_steps=4"], "accumulation_steps=2 does not divide over the 4 devices"),
+        ((1, 8, 1), ["model.model_dim=12"], "model.model_dim=12 does not divide over the 8 devices of mesh axis fsdp"),
+        ((1, 1, 4), ["model.num_heads=6", "model.num_kv_heads=6"], "model.num_heads=6 does not divide over the 4"),
+        (
+            (1, 1, 4),
+            ["model.num_kv_heads=2"],
+            "model.num_kv_heads=2 does not divide over the 4 devices of mesh axis ten",
+        ),
+        ((1, 1, 4), ["model.mlp_dim=30"], "model.mlp_dim=30 does not divide over the 4 devices of mesh axis tensor"),
+        ((1, 1, 4), ["model.vocab_size=63"], "model.vocab_size=63 does not divide over the 4 devices of mesh axis ten"),
+    ],
+)
+def test_model_that_does_not_divide_over_the_mesh_is_refused(mesh_of, tiny, shape, overrides, message):
+    config = tiny(*overrides)
+    check_fits(config, mesh_of())
+    with pytest.raises(UserError) as error:
+        check_fits(config, mesh_of(*shape))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)])
+def test_model_that_divides_over_the_mesh_fits(mesh_of, tiny, shape):
+    check_fits(tiny(), mesh_of(*shape))
