@@ -148,6 +148,25 @@ def test_a_snapshot_does_not_share_memory_with_donated_buffers(tmp_path, batches
                 np.testing.assert_array_equal(restored[name], wanted[name])
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_orbax_is_given_has_memory_of_its_own(tmp_path, save, mesh_of, monkeypatch, devices):
+    state = {"w": jax.device_put(np.ones(64, np.float32), jax.NamedSharding(mesh_of(fsdp=devices), P("fsdp")))}
+    given = []
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        write = checkpoints._orbax.save_checkpointables_async
+        monkeypatch.setattr(
+            checkpoints._orbax,
+            "save_checkpointables_async",
+            lambda step, parts, **options: given.append(parts["state"]) or write(step, parts, **options),
+        )
+        save(checkpoints, 1, state)
+        pointers = [
+            {shard.data.unsafe_buffer_pointer() for shard in tree["w"].addressable_shards} for tree in (state, *given)
+        ]
+    assert [len(found) for found in pointers] == [devices, devices]
+    assert pointers[0].isdisjoint(pointers[1])
+
+
 @pytest.mark.parametrize(("then", "now"), [((1, 1, 1), (1, 8, 1)), ((1, 8, 1), (1, 1, 1)), ((1, 4, 2), (2, 2, 2))])
 def test_a_state_comes_back_equal_on_another_mesh(tmp_path, tiny, mesh_of, batches, then, now):
     config = tiny()

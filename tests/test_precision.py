@@ -8,9 +8,13 @@ from tpu_train.config import RunConfig, UserError
 from tpu_train.precision import AUTO, resolve
 
 
+def matmul_precision() -> str | None:
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def keep_matmul_precision():
-    before = jax.config.jax_default_matmul_precision
+    before = matmul_precision()
     yield
     jax.config.update("jax_default_matmul_precision", before)
 
@@ -44,9 +48,9 @@ def test_float16_is_refused_on_a_tpu():
 def test_float32_multiplies_in_float32_on_every_platform():
     jax.config.update("jax_default_matmul_precision", None)
     resolve(RunConfig(precision="bfloat16"), "gpu")
-    assert jax.config.jax_default_matmul_precision is None
+    assert matmul_precision() is None
     resolve(RunConfig(precision="float32"), "gpu")
-    assert jax.config.jax_default_matmul_precision == "highest"
+    assert matmul_precision() == "highest"
 
 
 def test_implementation_is_kept_and_one_without_kernels_refused():

@@ -117,9 +117,7 @@ class Checkpoints:
             if saved is None:
                 raise ValueError("its arrays are damaged")
             _check_same_arrays(flat, saved, self.directory / str(step))
-            if (
-                data is not None
-            ):  # by itself: an error in one of two would leave the other's coroutine behind, unawaited
+            if data is not None:  # alone: its error would leave the other's coroutine unawaited, and Python warns
                 self._orbax.load_checkpointables(step, {"data": data})
             loaded = self._orbax.load_checkpointables(step, {"state": flat})["state"]
         leaves = [loaded[name] for name in flat]

@@ -11,10 +11,10 @@ from tpu_train.precision import Compute
 def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float, compute: Compute):
     """Sums over the batch's tokens, each times its weight: (cross entropy + z-loss, cross entropy). Float32 scalars.
 
-    `batch` holds tokens, labels, positions and segment ids [B, T] int32 and weights [B, T] float32. Divide by the
-    sum of the weights of the whole step, never of a part of it.
+    `batch` holds tokens, labels, positions and, if rows are packed, segment_ids [B, T] int32 and weights [B, T]
+    float32. Divide by the sum of the weights of the whole step, never of a part of it.
     """
-    x_BTD, _ = model(batch["tokens"], batch["positions"], batch["segment_ids"], compute)
+    x_BTD, _ = model(batch["tokens"], batch["positions"], batch.get("segment_ids"), compute)
     loss_BT, lse_BT = ops.linear_cross_entropy(
         x_BTD,
         model.output_VD,

@@ -10,7 +10,7 @@ import pallas_kernels
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.xla import cudnn_can_run
 from tpu_train.precision import Compute
-from tpu_train.sharding import BATCH, SPECS, P, gather
+from tpu_train.sharding import SPECS, P, gather
 
 
 def attention(
@@ -68,8 +68,7 @@ def linear_cross_entropy(
     def local(x_BTD, w_VD, labels_BT):
         loss, lse = pallas_kernels.linear_cross_entropy(
             x_BTD.reshape(-1, x_BTD.shape[-1]),
-            # Varying from here on, so that the transpose sums the batch shards' gradients in float32.
-            jax.lax.pcast(w_VD, BATCH, to="varying"),
+            w_VD,
             labels_BT.reshape(-1),
             z_loss=z_loss,
             logit_soft_cap=soft_cap,

@@ -1,7 +1,10 @@
 """Which dtype does what, in one table, and how a forward pass computes.
 
-Weights, gradients, moments, softmax statistics, norms, logits and the loss are float32 in every policy; only the
-operands of matmuls and the activations between them take the compute dtype, always with float32 accumulation.
+Weights, moments, softmax statistics, norms, logits and the loss are float32 in every policy. The operands of matmuls
+and the activations between them take the compute dtype; every product accumulates in float32. A weight's gradient is
+rounded to the compute dtype where it leaves its product and so crosses the mesh at that width, as do the partial sums
+of a product split over `tensor`; from there on (micro-batches, clipping, update) it is float32. The head's gradient is
+float32 throughout.
 """
 
 import dataclasses

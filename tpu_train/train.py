@@ -112,6 +112,8 @@ class Run:
         return {
             name: jax.make_array_from_process_local_data(sharding, x.reshape(micro, -1, x.shape[-1]))
             for name, x in next(self.batches).items()
+            # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
+            if name != "segment_ids" or self.config.data.packing
         }
 
     def _evaluate(self, state: TrainState) -> float:

@@ -357,7 +357,9 @@ def test_memory_grows_linearly_with_the_sequence(monkeypatch):
     def temporary_bytes(T):
         q, kv = (jax.ShapeDtypeStruct((1, T, heads, 8), jnp.float32) for heads in (2, 1))
         loss = lambda q, k, v: jnp.sum(flash_attention(q, k, v))  # noqa: E731
-        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     small, large = temporary_bytes(2048), temporary_bytes(4096)
     assert 0 < large < 2.6 * small

@@ -108,7 +108,7 @@ def test_a_large_offset_of_all_logits_changes_nothing(implementation, offset):
     arrays["x"] = np.concatenate([np.round(arrays["x"] * 8) / 8, np.ones((10, 1))], axis=1).astype(np.float32)
     arrays["w"] = np.concatenate([np.round(arrays["w"] * 8) / 8, np.zeros((7, 1))], axis=1).astype(np.float32)
     loss, lse, _, dw = run(arrays, implementation)
-    moved = arrays | {"w": arrays["w"] + np.float32([0, 0, 0, 0, 0, 0, offset])[None]}
+    moved = arrays | {"w": arrays["w"] + np.array([[0] * 6 + [offset]], np.float32)}
     moved_loss, moved_lse, _, moved_dw = run(moved, implementation)
     # Float32 numbers near 3000 lie 0.00024 apart.
     np.testing.assert_allclose(moved_loss, loss, atol=1e-3)
