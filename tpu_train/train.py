@@ -142,7 +142,7 @@ def stop_signals() -> Iterator[Stop]:
         stop.signal = signals.Signals(number)
         restore()
         if jax.process_index() == 0:
-            # Not print, which can't be entered again if the signal came while it was writing.
+            # Not print: the signal may have come in the middle of one, which may be waiting for its reader.
             line = f"{stop.signal.name}: finishing this step and saving; once more to stop at once\n"
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())

@@ -129,7 +129,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 def _scores(options, q_i, k_j, i, j, q_segments, k_segments, q_offset):
     """Masked float32 scores of query block i against key block j, and the slope of the soft cap at each."""
     s = _einsum("BKGTH,BKSH->BKGTS", q_i, k_j) * options.scale
-    slope = 1.0
+    slope = jnp.ones_like(s)
     if options.soft_cap is not None:
         bent = jnp.tanh(s / options.soft_cap)
         s, slope = options.soft_cap * bent, 1.0 - bent * bent

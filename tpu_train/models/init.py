@@ -38,7 +38,7 @@ class Init:
         draw = jax.nn.initializers.truncated_normal(std)
         shape, dtype, spec = self._stacked(dims_of(name), shape)
         if jax.sharding.get_abstract_mesh().size == 1:
-            # The same values: the generator counts elements. XLA compiles it six times sooner for one dim than for four.
+            # The same values, since the generator counts elements; XLA compiles one dim six times sooner than four.
             flat = draw(self._key_for(name), (math.prod(shape),), dtype)
             return nnx.Param(flat.reshape(shape, out_sharding=spec))
         return nnx.Param(draw(self._key_for(name), shape, dtype, out_sharding=spec))
