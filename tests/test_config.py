@@ -244,3 +244,9 @@ def test_shipped_config_loads_and_survives_the_round_trip(path):
 
 def test_there_are_shipped_configs():
     assert len(CONFIGS) >= 1
+
+
+def test_a_choice_misspelt_in_python_is_refused_too():
+    config = Config(model=ModelConfig(remat="ful"))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="model.remat='ful' is not one of none, dots, full; did you mean 'full'"):
+        check(config)

@@ -156,8 +156,8 @@ def test_config_loads_without_jax():
 
 
 def test_no_file_is_too_long_to_read():
-    """The aim is 300 lines; 400 is where a file has two ideas in it. Tests are read one at a time."""
-    rooms = [ROOT / name for name in (*OURS, "benchmarks", "launch", ".ci")]
+    """The aim is 300 lines; 400 is where a file has two ideas in it."""
+    rooms = [ROOT / name for name in (*OURS, "tests", "benchmarks", "launch", ".ci")]
     files = [path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".sh") or path.name == "run"]
     assert ROOT / "tpu_train" / "config.py" in files
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files if path.is_file()}

@@ -1,21 +1,14 @@
-"""Whole runs: what they write, that stopping and continuing changes no bit, and how they fail.
+"""Whole runs in this process: that stopping and continuing changes no bit, on any mesh, and how they fail.
 
-Runs that must be real processes (signals, a reader that goes away) are children on one CPU device; the others are calls
-of `train.train` here. All share one cache of compiled programs.
+All share one cache of compiled programs. Runs in processes of their own are in test_processes.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import math
 import os
-import random
-import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tpu_train import config, main, mesh, metrics, precision, train
+from tpu_train import config, mesh, metrics, precision, train
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.report import Reporter
 from tpu_train.train_step import abstract_state, make_train_step
@@ -37,10 +30,6 @@ TINY = (
     *("optim.warmup_steps=2", "run.steps=8", "run.log_every=1", "run.eval_every=4", "run.eval_batches=2"),
     *("run.sample_tokens=0", "checkpoint.every_steps=4"),
 )
-STEPS = 240  # of the runs in child processes
-CHILD = ("data.source=python_stdlib", "data.paths=", f"run.steps={STEPS}", "run.eval_every=120", "optim.peak_lr=1e-2")
-CHILD += ("checkpoint.every_steps=25", "run.sample_tokens=20")
-KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu"]
 
 
 @pytest.fixture(scope="session")
@@ -114,17 +103,6 @@ def config_of(tmp_path, texts):
     return make
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "real.py"
-    made = "config.Config()"
-    for override in (*TINY, *CHILD):
-        made = f"config.apply_override({made}, {override!r})"
-    path.write_text(f"from tpu_train import config as config_lib\nconfig = config_lib\n\nmade = {made}\n\n\n")
-    path.write_text(path.read_text() + "def config():\n    return made\n")
-    return path
-
-
 @pytest.fixture
 def ends(monkeypatch):
     """(leaves of the state, next batch) with which each run in this process left its loop."""
@@ -196,207 +174,6 @@ def saved_arrays(workdir, step):
         leaves = jax.tree.leaves(checkpoints.restore(step, abstract_state(saved, CPU)))
     position = Path(workdir) / "checkpoints" / str(step) / "data" / "process_0-of-1.json"
     return [np.asarray(x) for x in leaves], json.loads(position.read_text())
-
-
-class Child:
-    """`tpu-train train` as a process, held up by its output: a full pipe stops it some 40 lines after the last read."""
-
-    def __init__(self, config_file, workdir, cache, *flags):
-        reading, writing = os.pipe()
-        if hasattr(fcntl, "F_SETPIPE_SZ"):
-            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self._errors = Path(workdir).with_suffix(".stderr")
-        environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"]),
-            "PYTHONPATH": str(ROOT),
-        }
-        with self._errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tpu_train.main", "train", f"--config={config_file}", f"--workdir={workdir}"]
-                + list(flags),
-                stdout=writing,
-                stderr=errors,
-                env=environment,
-            )
-        os.close(writing)
-        self._out = os.fdopen(reading)
-        self._lines = []
-
-    def read_to_step(self, step):
-        for line in self._out:
-            self._lines.append(line)
-            if (found := re.match(r"step +(\d+)/", line)) and int(found[1]) >= step:
-                return
-        raise AssertionError(f"ended before step {step}: {self.out}{self.err}")
-
-    def wait_for(self, condition):
-        """While the child is held up."""
-        limit = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < limit, f"nothing after a minute: {self.out}{self.err}"
-            time.sleep(0.02)
-
-    def finish(self, limit=120):
-        """Reads the rest and gives the exit code."""
-        self._lines += self._out.readlines()
-        self._out.close()
-        return self.process.wait(limit)
-
-    @property
-    def out(self):
-        return "".join(self._lines)
-
-    @property
-    def err(self):
-        return self._errors.read_text()
-
-
-@pytest.fixture
-def start(config_file, cache, tmp_path):
-    """start(flags...): a child that trains in tmp_path/run; killed at the end of the test if it still runs."""
-    children = []
-
-    def make(*flags):
-        children.append(Child(config_file, tmp_path / "run", cache, *flags))
-        return children[-1]
-
-    yield make
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            child.process.kill()
-        child.process.wait()
-
-
-@pytest.fixture(scope="module")
-def whole(config_file, cache, tmp_path_factory):
-    """(child, workdir) of a run in one go on the sources of the standard library."""
-    workdir = tmp_path_factory.mktemp("whole") / "run"
-    child = Child(config_file, workdir, cache)
-    assert child.finish() == 0, child.err
-    return child, workdir
-
-
-def assert_same_run(workdir, whole):
-    assert steps_logged(workdir) == list(range(1, STEPS + 1))
-    assert losses(workdir) == losses(whole)
-    arrays, position = saved_arrays(workdir, STEPS)
-    wanted, wanted_position = saved_arrays(whole, STEPS)
-    assert position == wanted_position
-    for got, want in zip(arrays, wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-def test_a_run_on_real_text_learns_and_leaves_all_it_should(whole):
-    child, workdir = whole
-    lines = metrics.read(workdir)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line in lines:
-        evaluated = line["step"] in (120, 240)
-        assert list(line) == KEYS + ["validation_loss"] * evaluated
-        assert (line["step_seconds"] is None) == (line["step"] == 1)
-        assert line["mfu"] is None
-    assert lines[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
-    assert np.mean([line["loss"] for line in lines[-10:]]) < 3.2
-    assert lines[239]["validation_loss"] < lines[119]["validation_loss"] < 3.7
-    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((workdir / "tensorboard").glob("events.out.tfevents.*"))
-    assert saved_steps(workdir) == [200, 225, 240]
-    assert child.err == ""
-
-
-def test_a_run_says_what_differs_from_the_defaults_and_what_it_runs_on(whole):
-    child, workdir = whole
-    said = child.out.splitlines()
-    fields = [line.strip() for line in said if line.startswith("  ") and " = " in line]
-    changed = [override.split("=") for override in (*TINY, *CHILD)]
-    names = {name for name, _ in changed} - {"data.source", "data.paths"}  # set to their defaults
-    assert {field.split(" = ")[0] for field in fields} == names | {"run.workdir"}
-    assert f"run.workdir = {workdir}" in fields
-    assert f"run.steps = {STEPS}" in fields
-    assert "devices: 1 x cpu, mesh: one device" in said
-    parameters = sum(x.size for x in jax.tree.leaves(abstract_state(saved_config(workdir), CPU).model))
-    assert f"parameters: {parameters:,}, tokens per step: 256" in said
-    assert sum("first step done" in line for line in said) == 1
-    assert sum(bool(re.match(r"step +\d+/240 ", line)) for line in said) == STEPS
-    assert re.search(r"sample after 'def ':\ndef .", child.out)
-    assert "training " in child.out
-    assert str(workdir / "loss.png") in said
-
-
-def saved_config(workdir):
-    with Checkpoints(workdir, keep_last=None) as checkpoints:
-        return checkpoints.saved_config(checkpoints.find(None))
-
-
-def test_sigterm_then_ctrl_c_then_a_kill_change_no_bit(start, whole, tmp_path):
-    workdir = tmp_path / "run"
-    child = start()
-    child.read_to_step(20)
-    time.sleep(0.5)  # by now it waits in the middle of a print; what the signal says must not wait for that
-    child.process.send_signal(signal.SIGTERM)
-    child.wait_for(lambda: child.err)
-    assert child.finish() == 143
-    assert child.err == "SIGTERM: finishing this step and saving; once more to stop at once\n"
-    (stopped,) = saved_steps(workdir)[-1:]
-    assert 20 <= stopped < STEPS
-    said = f"SIGTERM: saved step {stopped} in {workdir}; the same command continues from there"
-    assert child.out.splitlines()[-1] == said
-
-    child = start()
-    child.read_to_step(stopped + 3)
-    child.process.send_signal(signal.SIGINT)
-    assert child.finish() == 130
-    assert child.err == "SIGINT: finishing this step and saving; once more to stop at once\n"
-    assert f"continuing from step {stopped} in {workdir}" in child.out.splitlines()
-    again = saved_steps(workdir)[-1]
-    assert stopped + 3 <= again < STEPS
-
-    moment = random.randint(again + 2, again + 30)
-    child = start()
-    child.read_to_step(moment)
-    time.sleep(random.random() / 10)
-    child.process.kill()
-    assert child.finish() == -signal.SIGKILL
-    left = saved_steps(workdir)
-
-    child = start()
-    assert child.finish() == 0, f"killed after reading step {moment}, {left} were there: {child.err}"
-    assert f"continuing from step {left[-1]} in {workdir}" in child.out.splitlines()
-    assert_same_run(workdir, whole[1])
-
-
-def test_a_second_ctrl_c_stops_at_once(start):
-    child = start()
-    child.read_to_step(10)
-    time.sleep(0.5)  # it waits for us to read, and we won't
-    child.process.send_signal(signal.SIGINT)
-    child.wait_for(lambda: "once more to stop at once" in child.err)
-    child.process.send_signal(signal.SIGINT)
-    assert child.process.wait(20) == 130
-    assert child.err.splitlines()[1:] == ["tpu-train: stopped at once"]
-
-
-def test_a_failed_save_ends_the_run_soon_and_with_one_line(start, tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    child = start()
-    child.read_to_step(20)
-    child.wait_for((folder / "25").is_dir)
-    folder.rename(tmp_path / "moved")
-    folder.write_text("in the way")
-    began = time.monotonic()
-    assert child.finish() == 1, child.out
-    assert time.monotonic() - began < 60
-    assert re.fullmatch(rf"tpu-train: saving step \d+ in {folder} failed: .*Not a directory.*\n", child.err)
-
-
-def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start):
-    child = start()
-    child.read_to_step(5)
-    child._out.close()
-    assert child.process.wait(60) == 128 + signal.SIGPIPE, child.err
-    assert child.err == ""
 
 
 @pytest.mark.parametrize(
@@ -484,17 +261,6 @@ def finite_checkpoints(workdir):
     for step in saved_steps(workdir):
         assert all(np.all(np.isfinite(x)) for x in saved_arrays(workdir, step)[0]), step
     return saved_steps(workdir)
-
-
-@pytest.mark.parametrize("peak_lr", ["1e30", "1e38"])
-def test_a_diverging_run_stops_with_one_line_and_keeps_only_finite_checkpoints(config_file, tmp_path, capsys, peak_lr):
-    workdir = tmp_path / "run"
-    flags = [f"--set=optim.peak_lr={peak_lr}", "--set=checkpoint.every_steps=1", "--set=optim.warmup_steps=1"]
-    assert main.main(["tpu-train", "train", f"--config={config_file}", f"--workdir={workdir}", *flags]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    step, kept = re.search(r" step (\d+).*; kept: checkpoint of step (\d+) in ", line).groups()
-    assert line.startswith("tpu-train: ")
-    assert finite_checkpoints(workdir)[-1] == int(kept) < int(step)
 
 
 @pytest.mark.parametrize("part", ["model", "opt_state"])

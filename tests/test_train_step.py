@@ -84,7 +84,7 @@ def test_learning_rate_reported_is_that_of_the_step_and_old_states_are_donated(t
 
 def test_float16_skips_a_step_that_overflows_and_moves_its_scale(tiny, random_batch, fresh_state, place, monkeypatch):
     monkeypatch.setattr(module, "GROWTH_INTERVAL", 2)
-    config = tiny("run.precision=float16")
+    config = tiny("run.precision=float16", "optim.warmup_steps=5")
     compute = resolve(config.run, "cpu")
     step, batch = make_train_step(config, compute), random_batch(config)
     state = dataclasses.replace(fresh_state(config, compute), loss_scale=jnp.float32(2.0**24), good_steps=jnp.int32(1))
@@ -99,13 +99,16 @@ def test_float16_skips_a_step_that_overflows_and_moves_its_scale(tiny, random_ba
     for a, b in zip(leaves((state.model, state.opt_state)), before, strict=True):
         np.testing.assert_array_equal(a, b)
 
+    skipped_rate = float(metrics["learning_rate"])
     state = dataclasses.replace(state, loss_scale=jnp.float32(2.0**10))
-    scales = []
+    scales, rates = [], []
     for _ in range(4):
         state, metrics = step(state, place(batch))
         assert np.isfinite(metrics["grad_norm"])
         scales.append((float(state.loss_scale), int(state.good_steps)))
+        rates.append(float(metrics["learning_rate"]))
     assert scales == [(2.0**10, 1), (2.0**11, 0), (2.0**11, 1), (2.0**12, 0)]
+    assert rates[0] == skipped_rate < rates[1]  # the schedule counts updates, and the skipped step made none
     assert max(np.abs(a - b).max() for a, b in zip(leaves(state.model), before, strict=False)) > 1e-3
 
     # Without tokens there is no gradient to overflow, and the scale may grow to its limit only.

@@ -206,6 +206,11 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def check(config: Config) -> None:
     """Raises UserError on values that can't work together, before anything is built."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for name, hint in typing.get_type_hints(type(values)).items():
+            if typing.get_origin(hint) is Literal:
+                _parse(getattr(values, name), hint, f"{section.name}.{name}")
     for name, value in flatten(config):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be a finite number")

@@ -71,10 +71,10 @@ def make_train_step(config: Config, compute: Compute):
         new = TrainState(
             state.step + 1, optax.apply_updates(state.model, updates), opt_state, state.loss_scale, state.good_steps
         )
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         metrics = {
             "loss": loss,
-            "learning_rate": schedule(state.step),
+            "learning_rate": schedule(_updates_done(state.opt_state)),
             "grad_norm": grad_norm,
             "tokens": jnp.sum(batch["weights"]),
         }
@@ -84,6 +84,11 @@ def make_train_step(config: Config, compute: Compute):
         return new, metrics
 
     return train_step
+
+
+def _updates_done(opt_state: Any) -> jax.Array:
+    """Updates that the optimizer has counted: fewer than the steps done where float16 skipped some."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def _loss_and_grads(state, batch, z_loss, compute):

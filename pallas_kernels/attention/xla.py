@@ -178,8 +178,10 @@ def cudnn_can_run(q, k, v, q_segment_ids, q_offset, mask, soft_cap) -> str:
         return "segment ids"
     if soft_cap is not None:
         return "a logit soft cap"
-    if not isinstance(q_offset, (int, np.integer)) or q_offset != 0 or q.shape[1] != k.shape[1]:
+    if not isinstance(q_offset, (int, np.integer)) or q_offset != 0:
         return "a query offset"
+    if q.shape[1] != k.shape[1]:
+        return f"{q.shape[1]} queries with {k.shape[1]} keys"
     if mask.window is not None and not mask.causal:
         return "a window without a causal mask"
     return ""

@@ -7,6 +7,7 @@ so another slice would be held out each time.) A source that is one long documen
 
 import hashlib
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,13 @@ def _in_workers(dataset: Any, workers: int) -> Any:
     # Batches come through a pipe: shared memory is left behind when an iterator ends with batches still queued, and
     # containers often have little of it.
     dataset = WithOptionsIterDataset(dataset, DatasetOptions(min_shm_size=1 << 40))
-    return dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2))
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+    return dataset.mp_prefetch(options, worker_init_fn=_ignore_ctrl_c)
+
+
+def _ignore_ctrl_c(worker_index: int, worker_count: int) -> None:
+    """A terminal sends Ctrl-C to the workers too, while the run still needs their batches to stop well."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ValidationBatches:

@@ -107,9 +107,9 @@ def rotary_angles(
     if compute.platform != "cpu":
         return jnp.cos(angles), jnp.sin(angles)
     # XLA on CPU drops optimization barriers and fuses: it would take the cosine again for every head of every layer.
-    # What a conditional returns, it computes once.
-    real = jnp.max(positions_BT) >= 0
-    return jax.lax.cond(real, lambda: (jnp.cos(angles), jnp.sin(angles)), lambda: (angles, angles))
+    # What a conditional returns, it computes once; both sides are right, but not so that XLA could tell.
+    some = jnp.max(positions_BT) >= 0
+    return jax.lax.cond(some, lambda: (jnp.cos(angles), jnp.sin(angles)), lambda: (jnp.cos(-angles), -jnp.sin(-angles)))
 
 
 def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
