@@ -124,7 +124,7 @@ def at_step(monkeypatch):
     """at_step({3: act}) calls act(state, values) -> (state, values) after the third step that a run dispatches."""
 
     def set_acts(acts):
-        make = train.make_train_step
+        make = train.compile_step
 
         def make_watched(*args):
             step, count = make(*args), 0
@@ -137,7 +137,7 @@ def at_step(monkeypatch):
 
             return watched
 
-        monkeypatch.setattr(train, "make_train_step", make_watched)
+        monkeypatch.setattr(train, "compile_step", make_watched)
 
     return set_acts
 

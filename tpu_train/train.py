@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal as signals
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def train(config: Config, start_time: float) -> int:
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
+    # The first step waits for this longest: XLA works on it while the data, the state and the checkpoints get ready.
+    compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
     place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
     with contextlib.ExitStack() as stack:
@@ -45,7 +48,7 @@ def train(config: Config, start_time: float) -> int:
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
         run = Run(
-            *(config, mesh, make_train_step(config, compute), make_eval_step(compute), batches),
+            *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
             checkpoints,
             stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time))),
@@ -59,6 +62,25 @@ def train(config: Config, start_time: float) -> int:
     if config.run.sample_tokens:
         _say_sample(config, state, tokenizer, compute)
     return 0
+
+
+def compile_step(config: Config, compute: precision.Compute, mesh: jax.sharding.Mesh) -> Callable:
+    """The train step, compiled for the shapes and shardings that `config` makes."""
+    shape = (config.optim.accumulation_steps, config.data.batch_size // config.optim.accumulation_steps)
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    dtypes = dict.fromkeys(_batch_names(config), jnp.int32) | {"weights": jnp.float32}
+    batch = {
+        name: jax.ShapeDtypeStruct((*shape, config.data.seq_len), dtype, sharding=sharding)
+        for name, dtype in dtypes.items()
+    }
+    with jax.set_mesh(mesh):  # a thread has its own
+        return make_train_step(config, compute).lower(abstract_state(config, compute), batch).compile()
+
+
+def _batch_names(config: Config) -> list[str]:
+    # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
+    segments = ["segment_ids"] if config.data.packing else []
+    return ["tokens", "labels", "positions", "weights", *segments]
 
 
 @dataclasses.dataclass
@@ -109,11 +131,12 @@ class Run:
         """[A, B, T] arrays over the mesh, from this process's [b, T]."""
         sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
         micro = self.config.optim.accumulation_steps
+        batch = next(self.batches)
         return {
-            name: jax.make_array_from_process_local_data(sharding, x.reshape(micro, -1, x.shape[-1]))
-            for name, x in next(self.batches).items()
-            # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
-            if name != "segment_ids" or self.config.data.packing
+            name: jax.make_array_from_process_local_data(
+                sharding, batch[name].reshape(micro, -1, batch[name].shape[-1])
+            )
+            for name in _batch_names(self.config)
         }
 
     def _evaluate(self, state: TrainState) -> float:
