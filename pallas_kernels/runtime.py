@@ -1,6 +1,13 @@
 """What the ops share."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
+
+# Products of any float dtype with float32 results. HIGHEST matters for float32 operands alone: a TPU's default would
+# round them to bfloat16.
+einsum_f32 = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:

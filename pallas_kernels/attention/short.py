@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.runtime import einsum_f32
 
 LONGEST = 512
 CHUNK = 64
-
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _attend_fwd(options, q, k, v, q_segments, k_segments):
         p = jnp.exp(s - jnp.where(jnp.isfinite(highest), highest, 0.0))
         total = jnp.sum(p, axis=-1, keepdims=True)
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-        outputs.append(_einsum("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[:, :, keys]) * inverse)
+        outputs.append(einsum_f32("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[:, :, keys]) * inverse)
         kept.append((p, inverse, slope))
     o = _join(outputs, 3).astype(q.dtype)
     return o, (q, k, v, o, kept)
@@ -67,18 +66,18 @@ def _attend_fwd(options, q, k, v, q_segments, k_segments):
 def _attend_bwd(options, residuals, do):
     q, k, v, o, kept = residuals
     # A row sum as a product with ones: as a sum XLA on CPU would take it again for every key.
-    delta = _einsum("BKGTH,HI->BKGTI", o.astype(jnp.float32) * do.astype(jnp.float32), jnp.ones((o.shape[-1], 1)))
+    delta = einsum_f32("BKGTH,HI->BKGTI", o.astype(jnp.float32) * do.astype(jnp.float32), jnp.ones((o.shape[-1], 1)))
     dq, dk_parts, dv_parts = [], [], []
     chunks = _chunks(options, q.shape[3], k.shape[2])
     for (rows, keys), (p, inverse, slope) in zip(chunks, kept, strict=True):
         do_i, q_i = do[:, :, :, rows], q[:, :, :, rows]
-        dp = _einsum("BKGTH,BKSH->BKGTS", do_i, v[:, :, keys])
+        dp = einsum_f32("BKGTH,BKSH->BKGTS", do_i, v[:, :, keys])
         ds = p * ((dp - delta[:, :, :, rows]) * (inverse * options.scale))
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
-        dq.append(_einsum("BKGTS,BKSH->BKGTH", ds, k[:, :, keys]))
-        dk_parts.append((keys, _einsum("BKGTS,BKGTH->BKSH", ds, q_i)))
+        dq.append(einsum_f32("BKGTS,BKSH->BKGTH", ds, k[:, :, keys]))
+        dk_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", ds, q_i)))
         scaled_do = (do_i * inverse).astype(do.dtype)
-        dv_parts.append((keys, _einsum("BKGTS,BKGTH->BKSH", p.astype(do.dtype), scaled_do)))
+        dv_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), scaled_do)))
     dk, dv = _sum_over_keys(dk_parts, k.shape[2]), _sum_over_keys(dv_parts, v.shape[2])
     return _join(dq, 3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
@@ -99,7 +98,7 @@ def _chunks(options, num_queries, num_keys):
 
 def _scores(options, q, k, q_segments, k_segments, rows, keys):
     """Masked float32 scores of a chunk, and the slope of the soft cap at each or None."""
-    s = _einsum("BKGTH,BKSH->BKGTS", q[:, :, :, rows], k[:, :, keys]) * options.scale
+    s = einsum_f32("BKGTH,BKSH->BKGTS", q[:, :, :, rows], k[:, :, keys]) * options.scale
     slope = None
     if options.soft_cap is not None:
         bent = jnp.tanh(s / options.soft_cap)

@@ -13,12 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.runtime import vary_like
+from pallas_kernels.runtime import einsum_f32, vary_like
 
 BLOCK = 256  # rows of queries and of keys in a block
-
-# HIGHEST matters for float32 operands alone: a TPU's default would round them to bfloat16.
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,7 @@ def _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset):
             m_safe = jnp.where(jnp.isfinite(m_new), m_new, 0.0)
             p, shrink = jnp.exp(s - m_safe), jnp.exp(m - m_safe)
             total = total * shrink + jnp.sum(p, axis=-1, keepdims=True)
-            pv = _einsum("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[j])
+            pv = einsum_f32("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[j])
             return m_new, total, acc * shrink + pv
 
         rows = q_i.shape[:-1]
@@ -99,11 +96,11 @@ def _attend_bwd(options, residuals, do):
             dq, dk, dv = carry
             s, slope = _scores(options, q[i], k_j, i, j, q_segments, k_segments, q_offset)
             p = jnp.exp(s - lse_safe[i])
-            dp = _einsum("BKGTH,BKSH->BKGTS", do[i], v_j)
+            dp = einsum_f32("BKGTH,BKSH->BKGTS", do[i], v_j)
             ds = (p * (dp - delta[i]) * slope * options.scale).astype(q.dtype)
-            dv = dv + _einsum("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do[i])
-            dk = dk + _einsum("BKGTS,BKGTH->BKSH", ds, q[i])
-            dq_i = _einsum("BKGTS,BKSH->BKGTH", ds, k_j)
+            dv = dv + einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do[i])
+            dk = dk + einsum_f32("BKGTS,BKGTH->BKSH", ds, q[i])
+            dq_i = einsum_f32("BKGTS,BKSH->BKGTH", ds, k_j)
             return dq.at[i].add(dq_i), dk, dv
 
         empty = vary_like(jnp.zeros(k_j.shape), q), vary_like(jnp.zeros(v_j.shape), q)
@@ -128,7 +125,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _scores(options, q_i, k_j, i, j, q_segments, k_segments, q_offset):
     """Masked float32 scores of query block i against key block j, and the slope of the soft cap at each."""
-    s = _einsum("BKGTH,BKSH->BKGTS", q_i, k_j) * options.scale
+    s = einsum_f32("BKGTH,BKSH->BKGTS", q_i, k_j) * options.scale
     slope = jnp.ones_like(s)
     if options.soft_cap is not None:
         bent = jnp.tanh(s / options.soft_cap)

@@ -10,11 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.runtime import vary_like
+from pallas_kernels.runtime import einsum_f32, vary_like
 
 LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, at most
-
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +71,8 @@ def _losses_bwd(options, residuals, cotangents):
         through_lse_T = dloss_T * (1.0 + 2.0 * options.z_loss * lse_T) + dlse_T
         at_label_TV = jnp.where(_is_label(options, labels_T, w), dloss_T[:, None], 0.0)
         dlogits_TV = ((p_TV * through_lse_T[:, None] - at_label_TV) * slope).astype(x_TD.dtype)
-        dx_TD = _over_vocab(options, jax.lax.psum, _einsum("TV,VD->TD", dlogits_TV, w))
-        return dw_VD + _einsum("TV,TD->VD", dlogits_TV, x_TD), dx_TD.astype(x_TD.dtype)
+        dx_TD = _over_vocab(options, jax.lax.psum, einsum_f32("TV,VD->TD", dlogits_TV, w))
+        return dw_VD + einsum_f32("TV,TD->VD", dlogits_TV, x_TD), dx_TD.astype(x_TD.dtype)
 
     chunks = (x_CTD, labels_CT, lse_CT, dloss_CT, dlse_CT)
     dw_VD = jnp.zeros(w_VD.shape, jnp.float32)
@@ -90,7 +88,7 @@ _losses.defvjp(_losses_fwd, _losses_bwd)
 
 def _logits(options, x_TD, w_VD):
     """Float32 logits and the slope of the soft cap at each."""
-    logits_TV = _einsum("TD,VD->TV", x_TD, w_VD)
+    logits_TV = einsum_f32("TD,VD->TV", x_TD, w_VD)
     if options.soft_cap is None:
         return logits_TV, 1.0
     bent = jnp.tanh(logits_TV / options.soft_cap)
