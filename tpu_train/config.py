@@ -244,6 +244,8 @@ def check(config: Config) -> None:
         raise UserError(
             f"optim.accumulation_steps={optim.accumulation_steps} does not divide data.batch_size={data.batch_size}"
         )
+    if "://" in run.workdir:
+        raise UserError(f"run.workdir={run.workdir} is not a folder of this machine; give a local or a mounted one")
     if optim.warmup_steps > run.steps:
         raise UserError(f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={run.steps}")
     for name in ("b1", "b2", "decay_fraction", "final_lr_fraction"):
