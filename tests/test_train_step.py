@@ -181,3 +181,12 @@ def test_evaluation_weighs_tokens_and_not_batches(tiny, random_batch, random_mod
     placed = place(first)
     plain = jax.jit(lambda model: plain_loss(model, placed, 0.0, config)[1])(model)
     assert sums[0][0] / sums[0][1] == pytest.approx(float(plain), rel=1e-5)
+
+
+def test_weights_of_another_shape_are_refused_and_not_broadcast(tiny, random_batch):
+    config = tiny()
+    batch = random_batch(config)
+    batch["weights"] = batch["weights"][..., :1]
+    state = abstract_state(config, resolve(config.run, "cpu"))
+    with pytest.raises(AssertionError, match="shape"):
+        jax.eval_shape(make_train_step(config, resolve(config.run, "cpu")), state, batch)

@@ -1,5 +1,6 @@
 """The training loss: cross entropy of the next token, weighted so that it does not depend on how a batch is cut."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +15,9 @@ def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float
     `batch` holds tokens, labels, positions and, if rows are packed, segment_ids [B, T] int32 and weights [B, T]
     float32. Divide by the sum of the weights of the whole step, never of a part of it.
     """
+    # Weights of another shape would broadcast and give another loss without a word.
+    chex.assert_rank(batch["tokens"], 2)
+    chex.assert_equal_shape(list(batch.values()))
     x_BTD, _ = model(batch["tokens"], batch["positions"], batch.get("segment_ids"), compute)
     loss_BT, lse_BT = ops.linear_cross_entropy(
         x_BTD,
