@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from tpu_train import data, precision
-from tpu_train.checkpoint import PARTS, Checkpoints, SaveFailed, abstract_like, refuse_other_run
+from tpu_train.checkpoint import PARTS, Checkpoints, SaveFailed, refuse_other_run
 from tpu_train.config import Config, DataConfig, UserError, apply_override
 from tpu_train.sharding import P
 from tpu_train.train_step import abstract_state, init_state
 
 CPU = precision.Compute(jnp.dtype("float32"), "xla", "cpu")
+
+
+def abstract_like(tree):
+    """ShapeDtypeStructs with the shardings of `tree`'s arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 @pytest.fixture(scope="module")

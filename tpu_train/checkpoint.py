@@ -186,11 +186,6 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         )
 
 
-def abstract_like(tree: Any) -> Any:
-    """ShapeDtypeStructs with the shardings of `tree`'s arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

@@ -10,7 +10,7 @@ from tpu_train.config import UserError
 from tpu_train.data import Tokenizer
 from tpu_train.models.transformer import Transformer, empty_cache
 from tpu_train.precision import Compute
-from tpu_train.sharding import BATCH, SPECS, P, gather
+from tpu_train.sharding import SPECS, P, gather
 
 
 def sample_text(
@@ -73,7 +73,7 @@ def _sample(model, prompt_T, key, temperature, *, rows, num_tokens, vocab, top_k
         )
         head_VD = gather(model.output_VD, "VD", compute.dtype)
         logits_BV = jnp.einsum(
-            "BD,VD->BV", x_BTD[:, -1], head_VD, preferred_element_type=jnp.float32, out_sharding=P(BATCH, "tensor")
+            "BD,VD->BV", x_BTD[:, -1], head_VD, preferred_element_type=jnp.float32, out_sharding=SPECS["BV"]
         )
         logits_BV = jax.reshard(logits_BV, P(None, None))
         return _choose(logits_BV, key, temperature, vocab, top_k, model.config.logit_soft_cap), cache

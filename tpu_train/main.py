@@ -32,8 +32,8 @@ def run() -> None:
         if not _stdout_is_closed():
             raise
         code, at_once = 128 + signal.SIGPIPE, True
-    if at_once or code == 1:
-        # A save that failed or was left half done has threads that Python would wait for, some for minutes.
+    if at_once or code in (1, 2):
+        # A failed save, or a step still compiling for a run that was refused, has threads that Python would wait for.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

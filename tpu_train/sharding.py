@@ -19,16 +19,13 @@ SPECS = {
     "DF": P("fsdp", "tensor"),
     "FD": P("tensor", "fsdp"),
     "D": P(None),
-    "H": P(None),
     # Activations.
     "BT": P(BATCH, None),
     "BTD": P(BATCH, None, None),
-    "BTH": P(BATCH, None, None),
     "BTF": P(BATCH, None, "tensor"),
     "BTNH": P(BATCH, None, "tensor", None),
     "BTKH": P(BATCH, None, "tensor", None),
     "BSKH": P(BATCH, None, "tensor", None),
-    "BS": P(BATCH, None),
     "BV": P(BATCH, "tensor"),
     # A step's batch: micro-batches first.
     "ABT": P(None, BATCH, None),

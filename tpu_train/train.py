@@ -37,10 +37,10 @@ def train(config: Config, start_time: float) -> int:
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
-    # The first step waits for this longest: XLA works on it while the data, the state and the checkpoints get ready.
-    compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
     place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
+    # The first step waits for this longest: XLA works on it while the state and the checkpoints get ready.
+    compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(batches))
         checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))

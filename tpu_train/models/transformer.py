@@ -73,11 +73,6 @@ class Transformer(nnx.Module):
         return self.final_norm(x_BTD), cache
 
 
-def init_model(config: ModelConfig, seed: int) -> Transformer:
-    """A model with fresh float32 weights, sharded over the current mesh; the values do not depend on the mesh."""
-    return jax.jit(lambda key: Transformer(config, key))(jax.random.key(seed))
-
-
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype):
     """Keys and values for `length` positions of every layer: a list over the pattern of (k_LBSKH, v_LBSKH)."""
     groups = config.num_layers // len(config.window_pattern)
