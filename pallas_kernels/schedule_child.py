@@ -1,8 +1,8 @@
 """The process in which the TPU compiler runs for `schedule.py`: `python -P schedule_child.py FOLDER`.
 
-FOLDER/request.json names a topology and how many programs there are, FOLDER/<i>.export holds each (jax.export). Files
-that the compiler dumps into FOLDER/dump while it works on program i, those of the stages that are read, move to
-FOLDER/<i>; FOLDER/answer.json says how each compilation went.
+FOLDER/request.json lists a topology for each program, FOLDER/<i>.export holds the program (jax.export). What the
+compiler dumps into FOLDER/dump while it works on program i moves to FOLDER/<i>, as far as it is read;
+FOLDER/answer.json says how each compilation went.
 """
 
 import json
@@ -20,17 +20,17 @@ def main(folder: Path) -> None:
     import numpy as np
     from jax.experimental import topologies
 
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"]).devices
-    except Exception as error:
-        answer: dict[str, Any] = {"error": str(error)}
-    else:
-        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
-        versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
-        programs = [compile_one(folder, i, mesh) for i in range(request["programs"])]
-        answer = {"device": devices[0].device_kind, "versions": versions, "programs": programs}
-    (folder / "answer.json").write_text(json.dumps(answer))
+    names = json.loads((folder / "request.json").read_text())
+    versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
+    programs = []
+    for i, name in enumerate(names):
+        try:
+            devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        except Exception as error:
+            programs.append({"no topology": str(error)})
+        else:
+            programs.append(compile_one(folder, i, jax.sharding.Mesh(np.array(devices[:1]), ("x",))))
+    (folder / "answer.json").write_text(json.dumps({"versions": versions, "programs": programs}))
 
 
 def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
