@@ -14,8 +14,9 @@ dumps show of the matrix units.
 Regions and their counts. A kernel is cut where its program branches: `Region.name` is "top", "grid" (the loop over the
 grid), "grid/when2" (the second region of it that may be skipped). How often each runs is the op's own arithmetic, so
 the caller states it: `counts={"kernel": {"grid/when1": 64, "grid/when1/when2": 36}}`, or a function of the region. A
-region that is not named runs as often as the region around it, "top" once, and "grid" once a step of the grid. Without counts every region is thus taken to run once a grid step: too high for masked blocks, too low for
-loops inside the kernel.
+region that is not named runs as often as the region around it, "top" once, and "grid" once a step of the grid. Without
+counts every region is thus taken to run once a grid step: too high for masked blocks, too low for loops inside the
+kernel.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program,
 
 Counts = Mapping[str, float] | Callable[[Region], float | None]
 
-# What a kernel's blocks and scratch may take of VMEM unless vmem_limit_bytes says otherwise, and what there is. MiB.
+# MiB of VMEM that a kernel may take unless it sets vmem_limit_bytes, and that there are: what the compiler's refusals
+# name. It holds blocks to the first figure and scratch to the second alone.
 _VMEM_LIMIT = {"v4": (16, 16), "v5e": (16, 128), "v5p": (16, 64), "v6e": (32, 128), "tpu7x": (32, 64)}
 _SPELLINGS = {"7x": "tpu7x", "v7x": "tpu7x", "tpu7": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
@@ -117,19 +119,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain types, for JSON."""
-        kernels = []
-        for kernel in self.kernels:
-            regions = [dataclasses.asdict(r) | {"cycles": r.cycles, "mxu_cycles": r.mxu_cycles} for r in kernel.regions]
-            totals = {"cycles": kernel.cycles, "mxu_cycles": kernel.mxu_cycles, "dma_bytes": kernel.dma_bytes}
-            kernels.append(dataclasses.asdict(kernel) | totals | {"regions": regions})
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "core"}
-        return own | {"kernels": kernels, "cycles": self.cycles, "peak_share": self.peak_share}
+        own = vars(self) | {"kernels": [_plain(kernel) for kernel in self.kernels]}
+        del own["core"]
+        return own | {"cycles": self.cycles, "peak_share": self.peak_share}
 
     def table(self) -> str:
         """For a terminal. Slots are shares of what the region's bundles could hold, spills shares of loads, stores."""
         lines = []
         for kernel in self.kernels:
-            vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM"
+            vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM allowed"
+            vmem += f" ({kernel.vmem_capacity_bytes / 2**20:.0f} there)"
             lines.append(f"{kernel.name} on {self.topology}: {kernel.cycles:,.0f} predicted cycles, {vmem}")
             lines += _region_rows(kernel)
         share = "" if self.peak_share is None else f", {self.peak_share:.0%} of one core's bf16 peak"
@@ -217,7 +216,8 @@ def _report(
     try:
         files = kernel_files(dump)
         programs = [read(path, core) for path in files]
-        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation) for program in programs)
+        limits = said["vmem_limits"]
+        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
         _check_names(job.counts, [kernel.name for kernel in kernels])
     except DumpError as error:
         return ScheduleError(f"can't read the dump of libtpu {versions['libtpu']}: {error}")
@@ -226,7 +226,7 @@ def _report(
     return Report(name, kernels, said["hbm_bytes"], said["bytes_accessed"], job.flops, core, versions)
 
 
-def _kernel(program: Program, counts: Counts, generation: str) -> Kernel:
+def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[str, int]) -> Kernel:
     if not callable(counts):
         for name in counts:
             _named(program.regions, name, program.name)
@@ -236,7 +236,9 @@ def _kernel(program: Program, counts: Counts, generation: str) -> Kernel:
         default = program.steps if region.name == "grid" else runs[_around(region.name)]
         region.runs = runs[region.name] = default if stated is None else stated
     limit, capacity = _VMEM_LIMIT[generation]
-    return Kernel(**vars(program), vmem_limit_bytes=limit << 20, vmem_capacity_bytes=capacity << 20)
+    fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    allowed = limits.get(fields.pop("hlo_name"), limit << 20)
+    return Kernel(**fields, vmem_limit_bytes=allowed, vmem_capacity_bytes=capacity << 20)
 
 
 def _around(name: str) -> str:
@@ -264,6 +266,15 @@ def _essential(message: str) -> str:
         telling = f"out of scoped VMEM: {scoped[0]}"
     telling = re.sub(r"^.*?(?=Ran out of memory)", "", telling)
     return (telling or (lines or ["no message"])[0])[:300]
+
+
+def _plain(kernel: Kernel) -> dict[str, Any]:
+    regions = [
+        vars(region) | {"cycles": region.cycles, "mxu_cycles": region.mxu_cycles, "slots": dict(region.slots)}
+        for region in kernel.regions
+    ]
+    totals = {"cycles": kernel.cycles, "mxu_cycles": kernel.mxu_cycles, "dma_bytes": kernel.dma_bytes}
+    return vars(kernel) | totals | {"regions": regions}
 
 
 def _region_rows(kernel: Kernel) -> list[str]:

@@ -6,11 +6,16 @@ FOLDER/answer.json says how each compilation went.
 """
 
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# A kernel's own vmem_limit_bytes in the module's text.
+VMEM_LIMIT = re.compile(
+    r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
+)
 KEPT = ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt", "-original.txt")
 
 
@@ -53,7 +58,11 @@ def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
     memory: Any = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return {"hbm_bytes": needed - memory.alias_size_in_bytes, "bytes_accessed": bytes_accessed(cost)}
+    return {
+        "hbm_bytes": needed - memory.alias_size_in_bytes,
+        "bytes_accessed": bytes_accessed(cost),
+        "vmem_limits": {name: int(size) for name, size in VMEM_LIMIT.findall(compiled.as_text() or "")},
+    }
 
 
 def bytes_accessed(cost: dict[str, float]) -> float:

@@ -127,6 +127,7 @@ class Program:
     """One kernel's schedule. `capacity` is what a bundle can hold of each of SLOTS; `steps` is 1 where not known."""
 
     name: str
+    hlo_name: str
     regions: tuple[Region, ...]
     capacity: dict[str, int]
     steps: int
@@ -172,7 +173,7 @@ def read(bundles_file: Path, core: Core) -> Program:
     unique = tuple(dict((id(region), region) for region in regions).values())
     if steps > 1:
         _name_grid(unique)
-    return Program(re.sub(r"\.\d+$", "", match[1]), unique, capacity, steps, vmem)
+    return Program(re.sub(r"\.\d+$", "", match[1]), match[1], unique, capacity, steps, vmem)
 
 
 def _name_grid(regions: tuple[Region, ...]) -> None:

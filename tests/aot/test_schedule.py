@@ -1,6 +1,7 @@
 """The schedule reader on a matmul whose answer is known, on the real TPU compiler; needs libtpu, not a TPU."""
 
 import functools
+import json
 import re
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def measured():
         "stated": case.job("v5e"),
         "bare": Job(case.fn, case.args),
         "vmem": Job(small, case.args),
+        "more vmem": Job(functools.partial(case.fn, vmem_limit_bytes=96 << 20), case.args),
         "wrong kernel": Job(case.fn, case.args, counts={"no_kernel": {}}),
         "wrong region": Job(case.fn, case.args, counts={"matmul_kernel": {"grid/when9": 3}}),
         "no topology": Job(case.fn, case.args, "v5e:3x5"),
@@ -78,6 +80,8 @@ def test_vmem_copies_and_hbm_are_those_of_the_blocks(measured):
     block = 512 * 512
     windows = 2 * 2 * block * 3 + 4 * block  # three windows of bf16, each twice, and the accumulator
     assert windows <= kernel.vmem_bytes < windows + 2**16
+    assert (kernel.vmem_limit_bytes, kernel.vmem_capacity_bytes) == (16 << 20, 128 << 20)
+    assert measured["more vmem"].kernels[0].vmem_limit_bytes == 96 << 20
     assert kernel.region("grid").dma_bytes == 2 * 2 * block
     operands = 2 * (1024 * 2048 * 2 + 1024 * 1024)
     assert report.bytes_accessed == operands
@@ -88,8 +92,8 @@ def test_a_kernel_that_does_not_fit_is_refused_in_one_line(measured):
     error = measured["vmem"]
     assert isinstance(error, ScheduleError)
     assert re.fullmatch(
-        r"the compiler for v5e:1x1 refuses it: out of scoped VMEM: Scoped allocation with size 4\.\d+M and limit 2\.00M "
-        r"exceeded scoped vmem limit by \S+",
+        r"the compiler for v5e:1x1 refuses it: out of scoped VMEM: Scoped allocation with size 4\.\d+M and limit 2\.00M"
+        r" exceeded scoped vmem limit by \S+",
         str(error),
     )
 
@@ -101,9 +105,11 @@ def test_counts_of_what_is_not_there_are_refused(measured):
 
 def test_table_and_json_say_the_same(measured):
     report = measured["stated"]
-    table, plain = report.table(), report.as_dict()
+    table, plain = report.table(), json.loads(json.dumps(report.as_dict()))
     assert f"matmul_kernel on v5e:1x1: {report.cycles:,.0f} predicted cycles" in table
     assert plain["cycles"] == report.cycles
+    regions = {region["name"]: region for region in plain["kernels"][0]["regions"]}
+    assert regions["grid/when1/when1"]["slots"]["store"] == 256
     assert [region["name"] for region in plain["kernels"][0]["regions"]][-1] in table
     assert plain["versions"]["libtpu"] in table
 
