@@ -281,6 +281,24 @@ def test_a_reader_that_goes_away_gives_no_traceback(arguments):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.parametrize(("accelerator", "wanted"), [(False, "cpu"), (True, None)])
+def test_libtpu_is_left_alone_where_there_is_no_accelerator(accelerator, wanted):
+    """jax starts every plugin that is installed; libtpu without a TPU prints three warnings."""
+    program = f"""
+import os
+os.environ.pop("JAX_PLATFORMS", None)
+from tpu_train import cpu, main
+cpu.has_accelerator = lambda: {accelerator}
+main._prepare_jax()
+print(os.environ.get("JAX_PLATFORMS"))
+if not {accelerator}:
+    import jax
+    jax.devices()
+"""
+    done = child(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{wanted}\n", "")
+
+
 def test_ctrl_c_before_the_run_has_begun_gives_one_line(tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
