@@ -4,8 +4,9 @@
     python benchmarks/attention_schedule.py --what=op --topologies=v5e:1x1,v6e:1x1 --seq_lens=1024,2048 --head_dims=128
 
 block: bundles of one 1024 x 1024 block, full mask, bf16, head dim 128: of the whole program, which begins and ends an
-output block too, and of its busiest region, beside what the matrix unit alone needs there. op: one whole causal op, 32 query and 8 key heads, forward with lse and backward: regions times how
-often each runs, the best of a few block sizes. `HBM moved` is what XLA's cost analysis counts for the training program.
+output block too, and of its busiest region, beside what the matrix unit alone needs there. op: one whole causal op, 32
+query and 8 key heads, forward with lse and backward: regions times how often each runs, the best of a few block sizes.
+`HBM moved` is what XLA's cost analysis counts for the training program.
 Results are kept in ~/.cache/tpu_train/schedule by kernel, shape, topology and versions.
 """
 
@@ -124,11 +125,9 @@ def compare_blocks(topologies: list[str]) -> None:
                     region = max(kernel["regions"], key=lambda region: region["cycles"])
                     whole = sum(region["bundles"] for region in kernel["regions"])
                     spills = [region[f"spill_{what}s"] / max(region["slots"][what], 1) for what in ("store", "load")]
-                    print(
-                        f"| {name} | {topology} | {kernel['name']} | {whole:,} | {region['bundles']:,} | {region['mxu_cycles']:,} "
-                        f"| {spills[0]:.0%} | {spills[1]:.0%} |",
-                        flush=True,
-                    )
+                    row = [name, topology, kernel["name"]]
+                    row += [f"{n:,}" for n in (whole, region["bundles"], region["mxu_cycles"])]
+                    print("|", " | ".join([*row, *(f"{share:.0%}" for share in spills)]), "|", flush=True)
 
 
 def compare_ops(topologies: list[str], seq_lens: list[int], head_dims: list[int]) -> None:
