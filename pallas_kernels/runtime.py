@@ -19,3 +19,13 @@ def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(*operands):
+    """The operands, each varying over every mesh axis that any of them varies over; None and Python numbers as is.
+
+    A hand-written gradient then has the type that its operand has: where one is shared along an axis (key heads, sinks)
+    it is summed over it.
+    """
+    arrays = [x for x in operands if hasattr(x, "shape")]
+    return tuple(vary_like(x, *arrays) if hasattr(x, "shape") else x for x in operands)

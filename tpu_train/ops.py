@@ -25,7 +25,7 @@ def attention(
     compute: Compute,
 ) -> jax.Array:
     """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them)."""
-    mask = Mask(causal=True, window=window or None)
+    mask = Mask.of(causal=True, window=window or None)
     implementation = compute.implementation
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
@@ -34,7 +34,7 @@ def attention(
     def local(q, k, v, segment_ids, offset=q_offset):
         return pallas_kernels.flash_attention(
             *(q, k, v),
-            window=mask.window,
+            window=window or None,
             q_segment_ids_BT=segment_ids,
             kv_segment_ids_BS=segment_ids,
             q_offset=offset,

@@ -224,7 +224,7 @@ def test_any_segments_and_offset_match_float64_loops(options):
 )
 @settings(max_examples=500, deadline=None)
 def test_key_and_query_ranges_are_exact(causal, window, first, count, offset, num):
-    mask, last = Mask(causal, window), first + count - 1
+    mask, last = Mask.of(causal, window), first + count - 1
     t, s = np.arange(first, last + 1)[:, None], np.arange(num)[None, :]
     keys = np.flatnonzero(mask.visible(t, s).any(axis=0))
     low, high = mask.key_range(first, last, num)

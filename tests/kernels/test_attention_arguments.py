@@ -29,14 +29,20 @@ def good_arguments() -> dict[str, Any]:
             {"k_BSKH": jnp.zeros((2, 6, 3, 8)), "v_BSKH": jnp.zeros((2, 6, 3, 8))},
             "4 query heads are not a multiple of 3",
         ),
-        ({"v_BSKH": jnp.zeros((2, 6, 2, 8), jnp.bfloat16)}, "one float dtype; got float32, float32, bfloat16"),
-        ({name: jnp.zeros((2, 4, 2, 8), int) for name in ("q_BTNH", "k_BSKH", "v_BSKH")}, "one float dtype; got int"),
+        (
+            {"v_BSKH": jnp.zeros((2, 6, 2, 8), jnp.bfloat16)},
+            "one dtype, float32, bfloat16 or float16; got float32, float32, bfloat16",
+        ),
+        (
+            {name: jnp.zeros((2, 4, 2, 8), int) for name in ("q_BTNH", "k_BSKH", "v_BSKH")},
+            "one dtype, float32, bfloat16 or float16; got int",
+        ),
         ({"q_segment_ids_BT": None}, "segment ids of both the queries and the keys, or of neither"),
         ({"kv_segment_ids_BS": None}, "segment ids of both the queries and the keys, or of neither"),
         ({"q_segment_ids_BT": jnp.ones((2, 6), jnp.int32)}, r"should be \(2, 4\) and \(2, 6\)"),
         ({"kv_segment_ids_BS": jnp.ones((2, 4), jnp.int32)}, r"should be \(2, 4\) and \(2, 6\)"),
-        ({"window": 0}, "window=0; it must be at least 1"),
-        ({"window": -3}, "window=-3; it must be at least 1"),
+        ({"window": 0}, "window=0; it must be None, an int of at least 1"),
+        ({"window": -3}, "window=-3; it must be None, an int of at least 1"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0; it must be above 0"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap=-1.0; it must be above 0"),
         ({"implementation": "flash"}, "no implementation 'flash'; it has reference, xla, cudnn"),
@@ -80,5 +86,5 @@ def test_cudnn_refuses_values_of_another_width_and_keys_of_another_length():
 
 def test_cudnn_finds_nothing_wrong_with_what_it_can_run():
     x = jnp.zeros((2, 4, 2, 64), jnp.bfloat16)
-    for mask in (Mask(True, None), Mask(True, 3), Mask(False, None)):
+    for mask in (Mask(None, 0), Mask(2, 0), Mask(None, None)):
         assert cudnn_can_run(x, x, x, None, 0, mask, None) == ""
