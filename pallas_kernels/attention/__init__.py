@@ -1,16 +1,22 @@
 """Attention over packed sequences: one function, several implementations with the same results and the same errors."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import short
+from pallas_kernels.attention.blocks import BlockSizes
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.reference import attention_reference
+from pallas_kernels.attention.vjp import attention_pallas
 from pallas_kernels.attention.xla import attention_xla, cudnn_attention, cudnn_can_run
 from pallas_kernels.runtime import vary_alike
 
-IMPLEMENTATIONS = ("reference", "xla", "cudnn")
+KERNELS = ("pallas", "interpret")
+IMPLEMENTATIONS = ("reference", "xla", "cudnn", *KERNELS)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -28,6 +34,7 @@ def flash_attention(
     logit_soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
     return_lse: bool = False,
+    block_sizes: BlockSizes | None = None,
     implementation: str = "xla",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """softmax(q k^T scale) v per head (Vaswani et al., arXiv:1706.03762) in memory linear in T and S.
@@ -47,7 +54,9 @@ def flash_attention(
       sinks_N: a logit per query head, float32, bfloat16 or float16, that joins the softmax's denominator and has no
         value (gpt-oss; the idea is arXiv:2309.17453's). Neither scaled nor capped.
       return_lse: also return the lse.
-      implementation: "reference", "xla" (blocked) or "cudnn" (on an NVIDIA GPU, fewer options).
+      block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
+      implementation: "reference", "xla" (blocked), "cudnn" (on an NVIDIA GPU, fewer options), "pallas" (on a TPU) or
+        "interpret" (the same kernels anywhere, slowly).
 
     Returns:
       o_BTNH in q's dtype; with `return_lse` also lse_BNT, float32: the natural log of the softmax's denominator, the
@@ -71,12 +80,18 @@ def flash_attention(
         raise ValueError(
             f"flash_attention has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}"
         )
-    run = attention_reference if implementation == "reference" else attention_xla
-    known_offset = isinstance(q_offset, (int, np.integer))
-    if implementation == "xla" and known_offset and max(q_BTNH.shape[1], k_BSKH.shape[1]) <= short.LONGEST:
-        run, q_offset = short.attention_short, int(q_offset)
-    else:
-        q_offset = jnp.asarray(q_offset, jnp.int32)
+    run: Any = attention_reference if implementation == "reference" else attention_xla
+    # An implementation may build on an offset that is known when it is traced.
+    q_offset = int(q_offset) if isinstance(q_offset, (int, np.integer)) else q_offset.astype(jnp.int32)
+    short_enough = max(q_BTNH.shape[1], k_BSKH.shape[1]) <= short.LONGEST
+    if implementation in KERNELS:
+        run = functools.partial(attention_pallas, sizes=block_sizes, interpret=implementation == "interpret")
+    elif implementation == "xla" and isinstance(q_offset, int) and short_enough:
+        run = short.attention_short
+    elif isinstance(q_offset, int):
+        q_offset = jnp.int32(q_offset)
+    if block_sizes is not None and implementation not in KERNELS:
+        raise ValueError(f"flash_attention: {implementation} takes no block_sizes; {' and '.join(KERNELS)} do")
     sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
     o_BTNH, lse_BNT = run(
         *vary_alike(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, sinks_N),
