@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.blocks import BlockSizes, Cut
-from pallas_kernels.attention.visits import View, Visits
+from pallas_kernels.attention.visits import View, Visits, divide
 
 LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # the maximum of a row that has seen nothing; finite, so that -inf minus it is -inf
@@ -157,7 +157,7 @@ def _resident(spec: Spec, i, part, offset, from_low: bool):
     """
     low, high = spec.visits.key_blocks(i, offset)
     blocks = spec.sizes.resident // spec.sizes.k
-    first = (part + low // blocks if from_low else part) * blocks
+    first = (part + divide(low, blocks) if from_low else part) * blocks
     return jnp.maximum(low, first), jnp.minimum(high, first + blocks), first
 
 

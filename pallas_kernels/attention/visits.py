@@ -132,7 +132,7 @@ class Visits:
         first = offset + i * self.block_q
         last = jnp.minimum(first + self.block_q - 1, offset + self.num_queries - 1)
         low, high = self.mask.key_range(first, last, self.num_keys)
-        return low // self.block_k, (high + self.block_k - 1) // self.block_k
+        return divide(low, self.block_k), divide(high + self.block_k - 1, self.block_k)
 
     def run(self, i, offset, low, high, segments, body: Callable[[jax.Array, View], None]) -> None:
         """Calls `body(j, view)` for each key block j in [low, high); `segments(j)` is (they meet, all are one)."""
@@ -164,3 +164,7 @@ class Visits:
 
         jax.lax.fori_loop(low, high, visit, jnp.int32(0))
 
+
+def divide(x: jax.Array, by: int) -> jax.Array:
+    """x // by for x >= 0. Rounding down, as // does, costs a sign that Mosaic can't lower for an absent TPU."""
+    return jax.lax.div(x, jnp.int32(by))

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
-from pallas_kernels.attention.visits import Visits
+from pallas_kernels.attention.visits import Visits, divide
 from pallas_kernels.runtime import chip_in_use, shape_like, vary_like
 
 BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0
@@ -118,17 +118,17 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
         if call.parts == 1:
             return 0 * part
         low, high = visits.key_blocks(i, offset_ref[0])
-        first = low // blocks_per_part
-        return jnp.clip(first + part, 0, jnp.maximum(high - 1, low) // blocks_per_part)
+        last = divide(jnp.maximum(high - 1, low), blocks_per_part)
+        return jnp.minimum(divide(low, blocks_per_part) + part, last)
 
     def q_map(b, n, i, part, offset_ref):  # a block of queries
         return b, n, i, 0
 
     def k_map(b, n, i, part, offset_ref):  # the keys of a part
-        return b, n // group, part_of(i, part, offset_ref), 0
+        return b, divide(n, group), part_of(i, part, offset_ref), 0
 
     def vt_map(b, n, i, part, offset_ref):  # its values, head dim first
-        return b, n // group, 0, part_of(i, part, offset_ref)
+        return b, divide(n, group), 0, part_of(i, part, offset_ref)
 
     def row_map(b, n, i, part, offset_ref):  # statistics of a block of queries
         return b, n, 0, i
