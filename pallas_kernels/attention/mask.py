@@ -28,7 +28,7 @@ class Mask:
             left, right = (None if x is None else int(x) for x in window)
         else:
             raise ValueError(
-                f"window={window!r}; it must be None, an int of at least 1, or a tuple (left, right) "
+                f"flash_attention: window={window!r}; it must be None, an int of at least 1, or a tuple (left, right) "
                 "whose members are None or ints of at least 0"
             )
         return cls(left, 0 if causal else right)
