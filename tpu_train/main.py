@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate."""
+"""The `tpu-train` command: train, eval, generate, kernels."""
 
 import logging
 import os
@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train the model that a config file describes, or continue where its workdir stopped",
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
+    "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
 }
 
 
@@ -83,6 +84,12 @@ def _flags_of(command: str) -> flags.FlagValues:
     def add(define, name, default, text, **more):
         define(name, default, text, flag_values=values, **more)
 
+    if command == "kernels":
+        add(flags.DEFINE_string, "topology", "v5e:1x1", "the TPU: v4, v5e, v5p, v6e or 7x, and a shape such as :1x1")
+        add(flags.DEFINE_string, "op", None, "the kernels of this op only")
+        add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
+        add(flags.DEFINE_string, "update_budget", None, "also write the cycles into this budget file")
+        return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
     else:
@@ -125,6 +132,12 @@ def _run(command: str, values: flags.FlagValues) -> int:
     from tpu_train import config as config_lib
 
     flag: dict[str, Any] = {name: values[name].value for name in values}
+    if command == "kernels":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler of the TPU runs in a process of its own
+        _prepare_jax()
+        from tpu_train import kernels
+
+        return kernels.show(flag)
     overrides = list(flag["set"])
     if flag["workdir"]:
         overrides.append(f"run.workdir={flag['workdir']}")

@@ -1,0 +1,45 @@
+"""The kernels' cases: each a kernel at one shape, with what its op's own arithmetic says of it.
+
+`tpu-train kernels` measures them, and the schedule budget holds each to what it once took (tests/aot). An op adds its
+own: a function `cases() -> list[Case]` in pallas_kernels/<op>/cases.py, and its name here in OPS.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pallas_kernels.schedule import Counts, Job
+
+OPS: dict[str, str] = {}  # op: the module with its cases(), such as "pallas_kernels.attention.cases"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape.
+
+    `name` is unique and starts with the op's, as in "flash_attention/forward/causal-4096x128". `fn` holds one Pallas
+    kernel or several, `args` are jax.ShapeDtypeStructs. `counts` says how often the kernels' regions run, by kernel and
+    for each generation alike or, where the program's regions differ, as a function of the generation. `flops` is the
+    useful work: what a mask hides does not count.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    counts: Mapping[str, Counts] | Callable[[str], Mapping[str, Counts]] = field(default_factory=dict)
+    flops: float | None = None
+
+    def job(self, generation: str) -> Job:
+        """What `schedule.measure_all` takes."""
+        counts = self.counts(generation) if callable(self.counts) else self.counts
+        return Job(self.fn, self.args, counts, self.flops)
+
+
+def all_cases(op: str | None = None) -> list[Case]:
+    """The cases of one op, or of all."""
+    found: list[Case] = []
+    for name, module in OPS.items():
+        if op in (None, name):
+            found += importlib.import_module(module).cases()
+    return found

@@ -1,0 +1,278 @@
+"""Compiles Pallas kernels for a TPU that is not there, and reads what the compiler made of them.
+
+    report = schedule.measure(fn, *shape_dtype_structs, topology="v6e:1x1")
+    print(report.table())
+
+`fn` is anything jax.jit takes, with one Pallas kernel or several in it, ours or not. It is lowered here, by jax.export,
+and compiled in another process, since libtpu reads its dump flags once, when it loads. `measure_all` compiles several
+programs in that one process, whose start takes seconds.
+
+The figures are predictions: what the program's bundles and the matrix units need, if no copy between HBM and VMEM is
+ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what is read, and what the
+dumps show of the matrix units.
+
+Regions and their counts. A kernel is cut where its program branches: `Region.name` is "top", "loop1" (the grid's
+loop), "loop1/when2" (the second region of it that may be skipped). How often each runs is the op's own arithmetic, so
+the caller states it: `counts={"loop1/when1": 64, "loop1/when1/when2": 36}`, or a function of the region. A region that
+is not named runs as often as the region around it, "top" once, and "loop1" once a step of the grid if the dump tells
+the grid. Without counts every region is thus taken to run once a grid step: too high for masked blocks, too low for
+loops inside the kernel.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program, Region, kernel_files, read
+
+Counts = Mapping[str, float] | Callable[[Region], float | None]
+
+# What a kernel's blocks and scratch may take of VMEM unless vmem_limit_bytes says otherwise, and what there is. MiB.
+_VMEM_LIMIT = {"v4": (16, 16), "v5e": (16, 128), "v5p": (16, 64), "v6e": (32, 128), "tpu7x": (32, 64)}
+_SPELLINGS = {"7x": "tpu7x", "v7x": "tpu7x", "tpu7": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
+
+
+class ScheduleError(Exception):
+    """In one line: no libtpu, an unknown topology, a kernel that the compiler refuses, a dump that can't be read."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to compile: a function and its arguments' shapes, and how often the regions of its kernels run.
+
+    `counts` holds, by the kernel's name, what `measure` takes as counts; `flops` the useful work of the whole op.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    counts: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's schedule; each region has `runs` set."""
+
+    name: str
+    regions: tuple[Region, ...]
+    capacity: dict[str, int]
+    steps: int
+    vmem_bytes: int
+    vmem_limit_bytes: int
+    vmem_capacity_bytes: int
+
+    @property
+    def cycles(self) -> float:
+        """Predicted cycles of the whole kernel on one core."""
+        return sum(region.runs * region.cycles for region in self.regions)
+
+    @property
+    def mxu_cycles(self) -> float:
+        """What the busiest matrix unit alone would need."""
+        return sum(region.runs * region.mxu_cycles for region in self.regions)
+
+    @property
+    def dma_bytes(self) -> float:
+        """Bytes copied if each copy in a region that runs is made; a block that stays in VMEM is in truth not."""
+        return sum(region.runs * region.dma_bytes for region in self.regions)
+
+    def region(self, name: str) -> Region:
+        """The region of that name; raises ScheduleError."""
+        return _named(self.regions, name, self.name)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one program; `hbm_bytes` and `bytes_accessed` are the whole program's."""
+
+    topology: str
+    kernels: tuple[Kernel, ...]
+    hbm_bytes: int
+    bytes_accessed: float
+    flops: float | None
+    core: Core
+    versions: dict[str, str]
+
+    @property
+    def cycles(self) -> float:
+        """Predicted cycles of all the kernels, each run once."""
+        return sum(kernel.cycles for kernel in self.kernels)
+
+    @property
+    def peak_share(self) -> float | None:
+        """Useful FLOPs over what one core could do in the predicted cycles, in bf16."""
+        return self.flops / (self.cycles * self.core.peak_bf16_flops) if self.flops and self.cycles else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in plain types, for JSON."""
+        kernels = []
+        for kernel in self.kernels:
+            regions = [dataclasses.asdict(r) | {"cycles": r.cycles, "mxu_cycles": r.mxu_cycles} for r in kernel.regions]
+            totals = {"cycles": kernel.cycles, "mxu_cycles": kernel.mxu_cycles, "dma_bytes": kernel.dma_bytes}
+            kernels.append(dataclasses.asdict(kernel) | totals | {"regions": regions})
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "core"}
+        return own | {"kernels": kernels, "cycles": self.cycles, "peak_share": self.peak_share}
+
+    def table(self) -> str:
+        """For a terminal. Slots are shares of what the region's bundles could hold, spills shares of loads, stores."""
+        lines = []
+        for kernel in self.kernels:
+            vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM"
+            lines.append(f"{kernel.name} on {self.topology}: {kernel.cycles:,.0f} predicted cycles, {vmem}")
+            lines += _region_rows(kernel)
+        share = "" if self.peak_share is None else f", {self.peak_share:.0%} of one core's bf16 peak"
+        hbm = f"{self.hbm_bytes / 2**20:,.1f} MiB HBM, {self.bytes_accessed / 2**20:,.1f} MiB accessed"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return "\n".join([*lines, f"all: {self.cycles:,.0f} predicted cycles{share}; {hbm}; {versions}"])
+
+
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    topology: str = "v5e:1x1",
+    counts: Mapping[str, Counts] | None = None,
+    flops: float | None = None,
+) -> Report:
+    """Compiles fn(*args) for the first device of a topology; `args` are arrays or jax.ShapeDtypeStructs.
+
+    `counts`: {kernel's name: its regions' counts}. Raises ScheduleError, also for a kernel the compiler refuses.
+    """
+    (result,) = measure_all([Job(fn, args, counts or {}, flops)], topology=topology)
+    if isinstance(result, ScheduleError):
+        raise result
+    return result
+
+
+def measure_all(jobs: Sequence[Job], *, topology: str) -> list[Report | ScheduleError]:
+    """Compiles each job for the topology in one process; a job that is refused has its error in its place."""
+    generation, topology = parse_topology(topology)
+    if missing := [name for name in ("libtpu", "flatbuffers") if util.find_spec(name) is None]:
+        raise ScheduleError(f"compiling for a TPU that is not here needs {missing[0]}: pip install libtpu flatbuffers")
+    with tempfile.TemporaryDirectory(prefix="schedule-") as name:
+        folder = Path(name)
+        for i, job in enumerate(jobs):
+            exported = export.export(jax.jit(job.fn), platforms=["tpu"])(*job.args)
+            (folder / f"{i}.export").write_bytes(exported.serialize())
+        answer = _compile(folder, len(jobs), topology)
+        versions = answer["versions"]
+        return [
+            _report(job, said, folder / str(i), generation, topology, versions)
+            for i, (job, said) in enumerate(zip(jobs, answer["programs"], strict=True))
+        ]
+
+
+def parse_topology(text: str) -> tuple[str, str]:
+    """("tpu7x", "tpu7x:1x1") for "7x:1x1", "7x" or "tpu7x"; raises ScheduleError with the generations there are."""
+    name, _, shape = text.strip().lower().partition(":")
+    generation = _SPELLINGS.get(name, name)
+    if generation not in CORES:
+        known = ", ".join(CORES)
+        raise ScheduleError(f"no TPU generation {name!r}; there are {known} (or 7x), as in v6e:1x1")
+    return generation, f"{generation}:{shape or '1x1'}"
+
+
+def _compile(folder: Path, programs: int, topology: str) -> dict[str, Any]:
+    (folder / "dump").mkdir()
+    (folder / "request.json").write_text(json.dumps({"topology": topology, "programs": programs}))
+    flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
+    # XLA_FLAGS would change what is compiled, and a compilation found in a cache dumps nothing.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",  # keeps libtpu from asking, and warning, who its neighbours are
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
+    }
+    child = [sys.executable, "-P", str(Path(__file__).with_name("schedule_child.py")), str(folder)]
+    done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
+    answer_file = folder / "answer.json"
+    if not answer_file.exists():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ScheduleError(f"the TPU compiler ended with status {done.returncode}: {last}")
+    answer: dict[str, Any] = json.loads(answer_file.read_text())
+    if "error" in answer:
+        raise ScheduleError(f"no topology {topology!r}: {_essential(answer['error'])}")
+    return answer
+
+
+def _report(
+    job: Job, said: dict[str, Any], dump: Path, generation: str, topology: str, versions: dict[str, str]
+) -> Report | ScheduleError:
+    if "error" in said:
+        return ScheduleError(f"the compiler for {topology} refuses it: {_essential(said['error'])}")
+    core = CORES[generation]
+    try:
+        files = kernel_files(dump)
+        programs = [read(path, core) for path in files]
+        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation) for program in programs)
+        _check_names(job.counts, [kernel.name for kernel in kernels])
+    except DumpError as error:
+        return ScheduleError(f"can't read the dump of libtpu {versions['libtpu']}: {error}")
+    except ScheduleError as error:
+        return error
+    return Report(topology, kernels, said["hbm_bytes"], said["bytes_accessed"], job.flops, core, versions)
+
+
+def _kernel(program: Program, counts: Counts, generation: str) -> Kernel:
+    if not callable(counts):
+        for name in counts:
+            _named(program.regions, name, program.name)
+    runs: dict[str, float] = {"top": 1}
+    for region in program.regions:
+        stated = counts(region) if callable(counts) else counts.get(region.name)
+        default = program.steps if region.name == "loop1" else runs[_around(region.name)]
+        region.runs = runs[region.name] = default if stated is None else stated
+    limit, capacity = _VMEM_LIMIT[generation]
+    return Kernel(**vars(program), vmem_limit_bytes=limit << 20, vmem_capacity_bytes=capacity << 20)
+
+
+def _around(name: str) -> str:
+    return name.rpartition("/")[0] or "top"
+
+
+def _check_names(counts: Mapping[str, Counts], kernels: list[str]) -> None:
+    if unknown := [name for name in counts if name not in kernels]:
+        raise ScheduleError(f"counts for a kernel {unknown[0]!r}, but the program has {', '.join(kernels) or 'none'}")
+
+
+def _named(regions: tuple[Region, ...], name: str, kernel: str) -> Region:
+    found = next((region for region in regions if region.name == name), None)
+    if found is None:
+        known = ", ".join(region.name for region in regions)
+        raise ScheduleError(f"{kernel} has no region {name!r}; it has {known}")
+    return found
+
+
+def _essential(message: str) -> str:
+    """The line of a compiler's message that says what is wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    telling = next((line for line in lines if re.search(r"Ran out of memory|[Ee]xceeded|[Nn]ot implemented", line)), "")
+    telling = re.sub(r"^.*?(?=Ran out of memory)", "", telling)
+    return (telling or (lines or ["no message"])[0])[:300]
+
+
+def _region_rows(kernel: Kernel) -> list[str]:
+    header = f"  {'region':<22}{'runs':>9}{'bundles':>9}{'MXU':>8}{'cycles':>8}"
+    header += "".join(f"{slot:>8}" for slot in SLOTS) + "   spilled: stores, loads"
+    rows = [header]
+    for region in kernel.regions:
+        row = f"  {region.name:<22}{region.runs:>9,.0f}{region.bundles:>9,}{region.mxu_cycles:>8,}{region.cycles:>8,}"
+        for slot in SLOTS:
+            row += f"{region.slots[slot] / max(region.bundles * kernel.capacity[slot], 1):>8.0%}"
+        stores = region.spill_stores / max(region.slots["store"], 1)
+        rows.append(f"{row}   {stores:.0%}, {region.spill_loads / max(region.slots['load'], 1):.0%}")
+    return rows

@@ -1,0 +1,76 @@
+"""The process in which the TPU compiler runs for `schedule.py`: `python -P schedule_child.py FOLDER`.
+
+FOLDER/request.json names a topology and how many programs there are, FOLDER/<i>.export holds each (jax.export). Files
+that the compiler dumps into FOLDER/dump while it works on program i, those of the stages that are read, move to
+FOLDER/<i>; FOLDER/answer.json says how each compilation went.
+"""
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+KEPT = ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt", "-original.txt")
+
+
+def main(folder: Path) -> None:
+    """Compiles all that the request asks for."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"]).devices
+    except Exception as error:
+        answer: dict[str, Any] = {"error": str(error)}
+    else:
+        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+        versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
+        programs = [compile_one(folder, i, mesh) for i in range(request["programs"])]
+        answer = {"device": devices[0].device_kind, "versions": versions, "programs": programs}
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
+    """What the compiler says of program i: its memory and bytes, or an error."""
+    import jax
+    from jax import export
+
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    exported = export.deserialize(bytearray((folder / f"{i}.export").read_bytes()))
+    args, kwargs = jax.tree.unflatten(
+        exported.in_tree,
+        [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in exported.in_avals],
+    )
+    try:
+        compiled = jax.jit(exported.call).lower(*args, **kwargs).compile()
+    except Exception as error:
+        return {"error": str(error)}
+    finally:
+        keep(folder / "dump", folder / str(i))
+    memory: Any = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return {"hbm_bytes": needed - memory.alias_size_in_bytes, "bytes_accessed": bytes_accessed(cost)}
+
+
+def bytes_accessed(cost: dict[str, float]) -> float:
+    """The program's total; a program that is one kernel alone has only a figure for each operand and the output."""
+    parts = [value for name, value in cost.items() if name.startswith("bytes accessed")]
+    return cost.get("bytes accessed", sum(parts))
+
+
+def keep(dump: Path, folder: Path) -> None:
+    """Moves the files that are read, and clears the rest: seventy stages for each fusion."""
+    folder.mkdir()
+    for path in dump.iterdir():
+        if path.name.endswith(KEPT) and "schedule-analysis" not in path.name:
+            path.rename(folder / path.name)
+        else:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

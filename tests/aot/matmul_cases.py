@@ -1,0 +1,62 @@
+"""A blocked matmul as a stand-in for an op's kernel: an answer that is known, and the cases an op would register."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.cases import Case
+
+BLOCK = 512
+
+
+def matmul(x_MK: jax.Array, y_KN: jax.Array) -> jax.Array:
+    (M, K), N = x_MK.shape, y_KN.shape[1]
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    # grid = (M // BLOCK, N // BLOCK, K // BLOCK)
+    return pl.pallas_call(
+        kernel,
+        grid=(M // BLOCK, N // BLOCK, K // BLOCK),
+        in_specs=[
+            pl.BlockSpec((BLOCK, BLOCK), lambda i, j, k: (i, k)),
+            pl.BlockSpec((BLOCK, BLOCK), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((BLOCK, BLOCK), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((M, N), x_MK.dtype),
+        scratch_shapes=[pltpu.VMEM((BLOCK, BLOCK), jnp.float32)],
+        name="matmul_kernel",
+    )(x_MK, y_KN)
+
+
+def too_large(x_MK: jax.Array) -> jax.Array:
+    """A block of 300 MiB."""
+    return pl.pallas_call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] + 1),
+        out_shape=jax.ShapeDtypeStruct(x_MK.shape, x_MK.dtype),
+        name="too_large",
+        in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
+        out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
+    )(x_MK)
+
+
+def operands(M: int, K: int, N: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct((M, K), jnp.bfloat16), jax.ShapeDtypeStruct((K, N), jnp.bfloat16)
+
+
+def cases() -> list[Case]:
+    M, K, N = 1024, 2048, 1024
+    blocks = M * N // BLOCK**2
+    # The first and the last step of each output block's contraction.
+    counts = {"matmul_kernel": {"loop1/when1/when1": blocks, "loop1/when1/when2": blocks}}
+    return [Case("matmul/forward/1024x2048x1024", matmul, operands(M, K, N), counts, flops=2 * M * K * N)]
