@@ -1,7 +1,6 @@
 """Block sizes of the Pallas kernels: per TPU generation, within a byte model of VMEM."""
 
 import dataclasses
-import functools
 
 from pallas_kernels.runtime import CHIPS, Chip
 
@@ -39,7 +38,7 @@ CUTS = {
     128: ((256, Cut(256, 128, 4), Cut(256, 256, 1)),),
     256: ((256, Cut(256, 256, 4), Cut(256, 256, 2)),),
 }
-BLOCK = 1024
+BLOCKS = (1024, 512, 256)  # most rows of a block; the largest that fits is taken
 SHARE = 0.85  # of VMEM that blocks may fill; the rest is for values that the compiler spills
 
 
@@ -49,18 +48,19 @@ def choose(
     """Sizes for a head of the given shape on `chip` (None: small enough for any)."""
     chip = chip or CHIPS["v5e"]
     forward, backward = next(cuts for widest, *cuts in CUTS[chip.mxu_size] if max(head_dim, value_dim) <= widest)
-    q, k = _block(num_queries), _block(num_keys)
-    forward, backward = (_fit(cut, q, k) for cut in (forward, backward))
-    fits = functools.partial(_fits, q, k, head_dim, value_dim, itemsize, chip)
-    blocks = -(-num_keys // k)
-    while blocks > 1 and not fits(blocks * k):
-        blocks = -(-blocks // 2)
-    return BlockSizes(q, k, blocks * k, forward, backward)
+    for most in BLOCKS:
+        q, k = _block(num_queries, most), _block(num_keys, most)
+        sizes = BlockSizes(q, k, -(-num_keys // k) * k, _fit(forward, q, k), _fit(backward, q, k))
+        while sizes.resident > k and not fits(sizes, head_dim, value_dim, itemsize, chip):
+            sizes = dataclasses.replace(sizes, resident=-(-sizes.resident // (2 * k)) * k)
+        if fits(sizes, head_dim, value_dim, itemsize, chip):
+            break
+    return sizes
 
 
-def _block(length: int) -> int:
-    """A multiple of 128 up to BLOCK that pads `length` least."""
-    count = -(-length // BLOCK)
+def _block(length: int, most: int) -> int:
+    """A multiple of 128 up to `most` that pads `length` least."""
+    count = -(-length // most)
     tile = LANES if length <= LANES else 2 * LANES
     return -(-length // (count * tile)) * tile
 
@@ -68,8 +68,8 @@ def _block(length: int) -> int:
 def _fit(cut: Cut, q: int, k: int) -> Cut:
     """The cut, no larger than the block and dividing it."""
     queries, keys = min(cut.queries, q), min(cut.keys, k)
-    while k % keys:
-        keys -= LANES
+    if k % keys:
+        keys = LANES
     return Cut(queries, keys, cut.ahead)
 
 
@@ -86,10 +86,13 @@ def vmem_bytes(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) 
     return {"forward": forward, "backward": backward}
 
 
-def _fits(q, k, head_dim, value_dim, itemsize, chip, resident) -> bool:
-    none = Cut(0, 0, 0)
-    needed = vmem_bytes(BlockSizes(q, k, resident, none, none), head_dim, value_dim, itemsize)
-    return max(needed.values()) <= SHARE * chip.vmem_bytes - _working_bytes(q, k)
+def fits(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip: Chip) -> bool:
+    """Whether the kernels' blocks fit the chip's VMEM."""
+    return _needed(sizes, head_dim, value_dim, itemsize) <= SHARE * chip.vmem_bytes
+
+
+def _needed(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) -> int:
+    return max(vmem_bytes(sizes, head_dim, value_dim, itemsize).values()) + _working_bytes(sizes.q, sizes.k)
 
 
 def _working_bytes(q: int, k: int) -> int:
@@ -99,7 +102,7 @@ def _working_bytes(q: int, k: int) -> int:
 
 def vmem_limit(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None) -> int:
     """Bytes of VMEM to ask for: what the blocks need and half again, within what the chip has."""
-    needed = max(vmem_bytes(sizes, head_dim, value_dim, itemsize).values()) + _working_bytes(sizes.q, sizes.k)
+    needed = _needed(sizes, head_dim, value_dim, itemsize)
     return min(needed * 3 // 2, (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16)
 
 
@@ -114,7 +117,7 @@ def check(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip:
             raise ValueError(f"flash_attention: {cut}: queries and keys must be multiples of 128")
     if chip is None:
         return
-    needed = max(vmem_bytes(sizes, head_dim, value_dim, itemsize).values()) + _working_bytes(sizes.q, sizes.k)
+    needed = _needed(sizes, head_dim, value_dim, itemsize)
     limit = int(SHARE * chip.vmem_bytes)
     if needed > limit:
         best = choose(sizes.q, sizes.resident, head_dim, value_dim, itemsize, chip)

@@ -82,7 +82,7 @@ def forward_kernel(spec: Spec, offset_ref, *refs):
         refs.m[...] = jnp.full_like(refs.m, NOTHING)
         refs.total[...] = jnp.zeros_like(refs.total)
         for tile in range(spec.sizes.q // spec.sizes.forward.queries):
-            refs.fresh[tile] = jnp.int32(1)
+            refs.fresh[tile] = 1
 
     low, high, first = _resident(spec, i, part, offset_ref[0], from_low=True)
 
@@ -236,7 +236,7 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
     fresh = {}
     for tile in tiles:
         fresh[tile] = refs.fresh[tile // tasks.cut.queries] == 1
-        refs.fresh[tile // tasks.cut.queries] = jnp.int32(0)
+        refs.fresh[tile // tasks.cut.queries] = 0
 
     def scores(task):
         return _product(refs.k[tasks.keys(task), :], refs.q[tasks.queries(task), :], 1, 1)

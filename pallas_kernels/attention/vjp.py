@@ -75,13 +75,15 @@ def attention_pallas(
     `sizes`: None chooses them. `interpret`: run the kernels in jnp, on any platform.
 
     Raises:
-      ValueError: float16; a head dim over 256; block sizes that can't be.
+      ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
     """
     B, T, N, H = q_BTNH.shape
     S, K, HV = k_BSKH.shape[1], k_BSKH.shape[2], v_BSKH.shape[3]
     dtype = q_BTNH.dtype
     if dtype == jnp.float16:
         raise ValueError("flash_attention: pallas can't take float16; use bfloat16 or implementation='xla'")
+    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError("flash_attention: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
     if max(H, HV) > 256:
         raise ValueError(f"flash_attention: pallas can't take head dims {H} and {HV}, the most is 256; use 'xla'")
     chip = chip_in_use()
@@ -157,7 +159,10 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
         grid=(call.B, call.N, call.q_blocks, _parts_met(call)),
         semantics=("parallel", "parallel", "parallel", "arbitrary"),
         in_specs=in_specs,
-        out_specs=[pl.BlockSpec((None, None, sizes.q, call.HV), q_map), pl.BlockSpec((None, None, 1, sizes.q), row_map)],
+        out_specs=[
+            pl.BlockSpec((None, None, sizes.q, call.HV), q_map),
+            pl.BlockSpec((None, None, 1, sizes.q), row_map),
+        ],
         out_shape=[
             shape_like((call.B, call.N, call.padded_queries, call.HV), q_BTNH.dtype, q_BTNH),
             shape_like((call.B, call.N, 1, call.padded_queries), jnp.float32, q_BTNH),
@@ -180,14 +185,19 @@ def _attend_bwd(call: _Call, residuals, cotangents):
     blind_BNT = jnp.isneginf(lse_BNT)
     dsinks_N = None
     if sinks_N is not None:
-        p_BNT = jnp.where(blind_BNT, 0.0, jnp.exp(sinks_N[:, None] - jnp.where(blind_BNT, 0.0, lse_BNT)))
+        p_BNT = jnp.where(blind_BNT, 0.0, jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, 0.0, lse_BNT)))
         dsinks_N = -jnp.sum(jnp.where(blind_BNT, 0.0, p_BNT * delta_BNT), axis=(0, 2))
     lse_BN1T = _rows(call, jnp.where(blind_BNT, BLIND, lse_BNT * LOG2_E), BLIND)
     # A row that saw nothing passes nothing, whatever its cotangents.
     delta_BN1T = _rows(call, jnp.where(blind_BNT, 0.0, delta_BNT), 0.0)
     do_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, do_BTNH)
     q_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, q_BTNH)
-    q, do, k, v = _queries(call, q_BTNH, call.q_scale), _queries(call, do_BTNH), _keys(call, k_BSKH), _keys(call, v_BSKH)
+    q, do, k, v = (
+        _queries(call, q_BTNH, call.q_scale),
+        _queries(call, do_BTNH),
+        _keys(call, k_BSKH),
+        _keys(call, v_BSKH),
+    )
     operands = [] if segments is None else [*segments]
     operands += [q, q.swapaxes(2, 3), do, do.swapaxes(2, 3), lse_BN1T, delta_BN1T, k, k.swapaxes(2, 3), v]
     if call.parts == 1:
@@ -271,7 +281,9 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
     )
 
 
-def _pallas_call(call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes):
+def _pallas_call(
+    call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
+):
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
@@ -326,7 +338,10 @@ def _segments(call: _Call, q_ids_BT, kv_ids_BS):
     """Ids with padding that matches nothing, [B, 1, rows], and [B, 3, blocks]: least, greatest and only id of each."""
     sizes = call.spec.sizes
     out = []
-    for ids, size, block, none in ((q_ids_BT, call.padded_queries, sizes.q, -1), (kv_ids_BS, call.padded_keys, sizes.k, -2)):
+    for ids, size, block, none in (
+        (q_ids_BT, call.padded_queries, sizes.q, -1),
+        (kv_ids_BS, call.padded_keys, sizes.k, -2),
+    ):
         ids = _pad(ids.astype(jnp.int32), 1, size, none)
         ids = jnp.where(ids > 0, ids, none)
         cut = ids.reshape(ids.shape[0], -1, block)

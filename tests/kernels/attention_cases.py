@@ -97,10 +97,14 @@ WAYS: dict[str, Any] = {
     "blocked": {"implementation": "xla", "traced_offset": True},
     "short": {"implementation": "xla"},
 }
+# The Pallas kernels compile slowly when interpreted; most of their tests are test_attention_pallas.py's own.
+ALL_WAYS = WAYS | {"interpret": {"implementation": "interpret"}}
 FAST_WAYS = [way for way in WAYS if way != "reference"]
 
 
-def attend(case: Case, arrays: dict[str, Any], implementation: str, q_offset, return_lse: bool = True):
+def attend(
+    case: Case, arrays: dict[str, Any], implementation: str, q_offset, return_lse: bool = True, block_sizes=None
+):
     """flash_attention of the case's options."""
     return flash_attention(
         *(arrays["q"], arrays["k"], arrays["v"]),
@@ -113,6 +117,7 @@ def attend(case: Case, arrays: dict[str, Any], implementation: str, q_offset, re
         logit_soft_cap=case.soft_cap,
         sinks_N=arrays.get("sinks"),
         return_lse=return_lse,
+        block_sizes=block_sizes,
         implementation=implementation,
     )
 
@@ -132,7 +137,7 @@ def value_and_grads(case: Case, implementation: str, traced_offset: bool = False
 
 
 def run(case: Case, way: str, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    return value_and_grads(case, **WAYS[way])(arrays)
+    return value_and_grads(case, **ALL_WAYS[way])(arrays)
 
 
 def assert_close(got: dict[str, Any], wanted: dict[str, Any], tolerance=2e-5):
