@@ -97,20 +97,21 @@ def _finish(seen, sinks):
 
 def _attend_bwd(options, residuals, cotangents):
     q, k, v, q_segments, k_segments, q_offset, sinks, o, lse = residuals
+    do, dlse = cotangents
     # Of a row that saw nothing no cotangent counts, whatever it is.
     blind = lse == -jnp.inf
-    do, dlse = (jnp.where(blind, 0.0, x) for x in cotangents)
     lse_safe = jnp.where(blind, 0.0, lse)
-    delta = jnp.sum(o.astype(jnp.float32) * do, axis=-1, keepdims=True) - dlse
+    delta = jnp.where(blind, 0.0, jnp.sum(o.astype(jnp.float32) * do, axis=-1, keepdims=True) - dlse)
 
     def one_k_block(dq, j, k_j, v_j):
         def step(i, carry):
             dq, dk, dv = carry
             s, slope = _scores(options, q[i], k_j, i, j, q_segments, k_segments, q_offset)
             p = jnp.exp(s - lse_safe[i])
-            dp = einsum_f32("BKGTH,BKSH->BKGTS", do[i], v_j)
+            do_i = jnp.where(blind[i], 0.0, do[i])  # in the loop: over all rows at once it made a step on CPU 7% slower
+            dp = einsum_f32("BKGTH,BKSH->BKGTS", do_i, v_j)
             ds = (p * (dp - delta[i]) * slope * options.scale).astype(q.dtype)
-            dv = dv + einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do[i])
+            dv = dv + einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do_i)
             dk = dk + einsum_f32("BKGTS,BKGTH->BKSH", ds, q[i])
             dq_i = einsum_f32("BKGTS,BKSH->BKGTH", ds, k_j)
             return dq.at[i].add(dq_i), dk, dv
