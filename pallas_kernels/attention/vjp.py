@@ -82,7 +82,8 @@ def attention_pallas(
     dtype = q_BTNH.dtype
     if dtype == jnp.float16:
         raise ValueError("flash_attention: pallas can't take float16; use bfloat16 or implementation='xla'")
-    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
         raise ValueError("flash_attention: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
     if max(H, HV) > 256:
         raise ValueError(f"flash_attention: pallas can't take head dims {H} and {HV}, the most is 256; use 'xla'")

@@ -198,6 +198,7 @@ def test_what_pallas_cannot_take_is_refused(mesh_of):
         inside(half, half, half)
     with pytest.raises(ValueError, match="pallas can't take head dims 264 and 264, the most is 256"):
         inside(wide, wide, wide)
+    mesh_of(8, 1, 1)
     with pytest.raises(ValueError, match=r"under a mesh with Explicit axes pallas runs inside jax\.shard_map only"):
         attend(wide, wide, wide)
     with pytest.raises(ValueError, match="xla takes no block_sizes"):
