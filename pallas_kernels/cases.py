@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pallas_kernels.schedule import Counts, Job
+from pallas_kernels.schedule import Counts, Job, parse_topology
 
 OPS: dict[str, str] = {}  # op: the module with its cases(), such as "pallas_kernels.attention.cases"
 
@@ -30,10 +30,11 @@ class Case:
     counts: Mapping[str, Counts] | Callable[[str], Mapping[str, Counts]] = field(default_factory=dict)
     flops: float | None = None
 
-    def job(self, generation: str) -> Job:
-        """What `schedule.measure_all` takes."""
+    def job(self, topology: str) -> Job:
+        """What `schedule.measure_all` takes; raises ScheduleError for an unknown topology."""
+        generation, topology = parse_topology(topology)
         counts = self.counts(generation) if callable(self.counts) else self.counts
-        return Job(self.fn, self.args, counts, self.flops)
+        return Job(self.fn, self.args, topology, counts, self.flops)
 
 
 def all_cases(op: str | None = None) -> list[Case]:

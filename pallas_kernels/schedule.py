@@ -11,12 +11,12 @@ The figures are predictions: what the program's bundles and the matrix units nee
 ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what is read, and what the
 dumps show of the matrix units.
 
-Regions and their counts. A kernel is cut where its program branches: `Region.name` is "top", "loop1" (the grid's
-loop), "loop1/when2" (the second region of it that may be skipped). How often each runs is the op's own arithmetic, so
-the caller states it: `counts={"loop1/when1": 64, "loop1/when1/when2": 36}`, or a function of the region. A region that
-is not named runs as often as the region around it, "top" once, and "loop1" once a step of the grid if the dump tells
-the grid. Without counts every region is thus taken to run once a grid step: too high for masked blocks, too low for
-loops inside the kernel.
+Regions and their counts. A kernel is cut where its program branches: `Region.name` is "top", "grid" (the loop over the
+grid), "grid/when2" (the second region of it that may be skipped). How often each runs is the op's own arithmetic, so
+the caller states it: `counts={"kernel": {"grid/when1": 64, "grid/when1/when2": 36}}`, or a function of the region. A
+region that is not named runs as often as the region around it, "top" once, and "grid" once a step of the grid. Without
+counts every region is thus taken to run once a grid step: too high for masked blocks, too low for loops inside the
+kernel.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program,
 
 Counts = Mapping[str, float] | Callable[[Region], float | None]
 
-# What a kernel's blocks and scratch may take of VMEM unless vmem_limit_bytes says otherwise, and what there is. MiB.
+# MiB of VMEM that a kernel may take unless it sets vmem_limit_bytes, and that there are: what the compiler's refusals
+# name. It holds blocks to the first figure and scratch to the second alone.
 _VMEM_LIMIT = {"v4": (16, 16), "v5e": (16, 128), "v5p": (16, 64), "v6e": (32, 128), "tpu7x": (32, 64)}
 _SPELLINGS = {"7x": "tpu7x", "v7x": "tpu7x", "tpu7": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
@@ -57,6 +58,7 @@ class Job:
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    topology: str = "v5e:1x1"
     counts: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
     flops: float | None = None
 
@@ -117,19 +119,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain types, for JSON."""
-        kernels = []
-        for kernel in self.kernels:
-            regions = [dataclasses.asdict(r) | {"cycles": r.cycles, "mxu_cycles": r.mxu_cycles} for r in kernel.regions]
-            totals = {"cycles": kernel.cycles, "mxu_cycles": kernel.mxu_cycles, "dma_bytes": kernel.dma_bytes}
-            kernels.append(dataclasses.asdict(kernel) | totals | {"regions": regions})
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "core"}
-        return own | {"kernels": kernels, "cycles": self.cycles, "peak_share": self.peak_share}
+        own = vars(self) | {"kernels": [_plain(kernel) for kernel in self.kernels]}
+        del own["core"]
+        return own | {"cycles": self.cycles, "peak_share": self.peak_share}
 
     def table(self) -> str:
         """For a terminal. Slots are shares of what the region's bundles could hold, spills shares of loads, stores."""
         lines = []
         for kernel in self.kernels:
-            vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM"
+            vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM allowed"
+            vmem += f" ({kernel.vmem_capacity_bytes / 2**20:.0f} there)"
             lines.append(f"{kernel.name} on {self.topology}: {kernel.cycles:,.0f} predicted cycles, {vmem}")
             lines += _region_rows(kernel)
         share = "" if self.peak_share is None else f", {self.peak_share:.0%} of one core's bf16 peak"
@@ -149,15 +148,15 @@ def measure(
 
     `counts`: {kernel's name: its regions' counts}. Raises ScheduleError, also for a kernel the compiler refuses.
     """
-    (result,) = measure_all([Job(fn, args, counts or {}, flops)], topology=topology)
+    (result,) = measure_all([Job(fn, args, topology, counts or {}, flops)])
     if isinstance(result, ScheduleError):
         raise result
     return result
 
 
-def measure_all(jobs: Sequence[Job], *, topology: str) -> list[Report | ScheduleError]:
-    """Compiles each job for the topology in one process; a job that is refused has its error in its place."""
-    generation, topology = parse_topology(topology)
+def measure_all(jobs: Sequence[Job]) -> list[Report | ScheduleError]:
+    """Compiles each job, all in one process; a job that is refused has its error in its place."""
+    topologies = [parse_topology(job.topology) for job in jobs]
     if missing := [name for name in ("libtpu", "flatbuffers") if util.find_spec(name) is None]:
         raise ScheduleError(f"compiling for a TPU that is not here needs {missing[0]}: pip install libtpu flatbuffers")
     with tempfile.TemporaryDirectory(prefix="schedule-") as name:
@@ -165,11 +164,10 @@ def measure_all(jobs: Sequence[Job], *, topology: str) -> list[Report | Schedule
         for i, job in enumerate(jobs):
             exported = export.export(jax.jit(job.fn), platforms=["tpu"])(*job.args)
             (folder / f"{i}.export").write_bytes(exported.serialize())
-        answer = _compile(folder, len(jobs), topology)
-        versions = answer["versions"]
+        answer = _compile(folder, [topology for _, topology in topologies])
         return [
-            _report(job, said, folder / str(i), generation, topology, versions)
-            for i, (job, said) in enumerate(zip(jobs, answer["programs"], strict=True))
+            _report(job, said, folder / str(i), topology, answer["versions"])
+            for i, (job, said, topology) in enumerate(zip(jobs, answer["programs"], topologies, strict=True))
         ]
 
 
@@ -183,9 +181,9 @@ def parse_topology(text: str) -> tuple[str, str]:
     return generation, f"{generation}:{shape or '1x1'}"
 
 
-def _compile(folder: Path, programs: int, topology: str) -> dict[str, Any]:
+def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
     (folder / "dump").mkdir()
-    (folder / "request.json").write_text(json.dumps({"topology": topology, "programs": programs}))
+    (folder / "request.json").write_text(json.dumps(topologies))
     flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
     # XLA_FLAGS would change what is compiled, and a compilation found in a cache dumps nothing.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
@@ -203,41 +201,44 @@ def _compile(folder: Path, programs: int, topology: str) -> dict[str, Any]:
     if not answer_file.exists():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ScheduleError(f"the TPU compiler ended with status {done.returncode}: {last}")
-    answer: dict[str, Any] = json.loads(answer_file.read_text())
-    if "error" in answer:
-        raise ScheduleError(f"no topology {topology!r}: {_essential(answer['error'])}")
-    return answer
+    return json.loads(answer_file.read_text())
 
 
 def _report(
-    job: Job, said: dict[str, Any], dump: Path, generation: str, topology: str, versions: dict[str, str]
+    job: Job, said: dict[str, Any], dump: Path, topology: tuple[str, str], versions: dict[str, str]
 ) -> Report | ScheduleError:
+    generation, name = topology
+    if "no topology" in said:
+        return ScheduleError(f"no topology {name!r}: {_essential(said['no topology'])}")
     if "error" in said:
-        return ScheduleError(f"the compiler for {topology} refuses it: {_essential(said['error'])}")
+        return ScheduleError(f"the compiler for {name} refuses it: {_essential(said['error'])}")
     core = CORES[generation]
     try:
         files = kernel_files(dump)
         programs = [read(path, core) for path in files]
-        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation) for program in programs)
+        limits = said["vmem_limits"]
+        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
         _check_names(job.counts, [kernel.name for kernel in kernels])
     except DumpError as error:
         return ScheduleError(f"can't read the dump of libtpu {versions['libtpu']}: {error}")
     except ScheduleError as error:
         return error
-    return Report(topology, kernels, said["hbm_bytes"], said["bytes_accessed"], job.flops, core, versions)
+    return Report(name, kernels, said["hbm_bytes"], said["bytes_accessed"], job.flops, core, versions)
 
 
-def _kernel(program: Program, counts: Counts, generation: str) -> Kernel:
+def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[str, int]) -> Kernel:
     if not callable(counts):
         for name in counts:
             _named(program.regions, name, program.name)
     runs: dict[str, float] = {"top": 1}
     for region in program.regions:
         stated = counts(region) if callable(counts) else counts.get(region.name)
-        default = program.steps if region.name == "loop1" else runs[_around(region.name)]
+        default = program.steps if region.name == "grid" else runs[_around(region.name)]
         region.runs = runs[region.name] = default if stated is None else stated
     limit, capacity = _VMEM_LIMIT[generation]
-    return Kernel(**vars(program), vmem_limit_bytes=limit << 20, vmem_capacity_bytes=capacity << 20)
+    fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    allowed = limits.get(fields.pop("hlo_name"), limit << 20)
+    return Kernel(**fields, vmem_limit_bytes=allowed, vmem_capacity_bytes=capacity << 20)
 
 
 def _around(name: str) -> str:
@@ -261,8 +262,19 @@ def _essential(message: str) -> str:
     """The line of a compiler's message that says what is wrong."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"Ran out of memory|[Ee]xceeded|[Nn]ot implemented", line)), "")
+    if scoped := re.search(r"Scoped allocation with size \S+ and limit \S+ exceeded[^.]*(?:\.\d[^.]*)*", message):
+        telling = f"out of scoped VMEM: {scoped[0]}"
     telling = re.sub(r"^.*?(?=Ran out of memory)", "", telling)
     return (telling or (lines or ["no message"])[0])[:300]
+
+
+def _plain(kernel: Kernel) -> dict[str, Any]:
+    regions = [
+        vars(region) | {"cycles": region.cycles, "mxu_cycles": region.mxu_cycles, "slots": dict(region.slots)}
+        for region in kernel.regions
+    ]
+    totals = {"cycles": kernel.cycles, "mxu_cycles": kernel.mxu_cycles, "dma_bytes": kernel.dma_bytes}
+    return vars(kernel) | totals | {"regions": regions}
 
 
 def _region_rows(kernel: Kernel) -> list[str]:

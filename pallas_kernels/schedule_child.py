@@ -1,16 +1,21 @@
 """The process in which the TPU compiler runs for `schedule.py`: `python -P schedule_child.py FOLDER`.
 
-FOLDER/request.json names a topology and how many programs there are, FOLDER/<i>.export holds each (jax.export). Files
-that the compiler dumps into FOLDER/dump while it works on program i, those of the stages that are read, move to
-FOLDER/<i>; FOLDER/answer.json says how each compilation went.
+FOLDER/request.json lists a topology for each program, FOLDER/<i>.export holds the program (jax.export). What the
+compiler dumps into FOLDER/dump while it works on program i moves to FOLDER/<i>, as far as it is read;
+FOLDER/answer.json says how each compilation went.
 """
 
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# A kernel's own vmem_limit_bytes in the module's text.
+VMEM_LIMIT = re.compile(
+    r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
+)
 KEPT = ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt", "-original.txt")
 
 
@@ -20,17 +25,17 @@ def main(folder: Path) -> None:
     import numpy as np
     from jax.experimental import topologies
 
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"]).devices
-    except Exception as error:
-        answer: dict[str, Any] = {"error": str(error)}
-    else:
-        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
-        versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
-        programs = [compile_one(folder, i, mesh) for i in range(request["programs"])]
-        answer = {"device": devices[0].device_kind, "versions": versions, "programs": programs}
-    (folder / "answer.json").write_text(json.dumps(answer))
+    names = json.loads((folder / "request.json").read_text())
+    versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu")}
+    programs = []
+    for i, name in enumerate(names):
+        try:
+            devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        except Exception as error:
+            programs.append({"no topology": str(error)})
+        else:
+            programs.append(compile_one(folder, i, jax.sharding.Mesh(np.array(devices[:1]), ("x",))))
+    (folder / "answer.json").write_text(json.dumps({"versions": versions, "programs": programs}))
 
 
 def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
@@ -53,7 +58,11 @@ def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
     memory: Any = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return {"hbm_bytes": needed - memory.alias_size_in_bytes, "bytes_accessed": bytes_accessed(cost)}
+    return {
+        "hbm_bytes": needed - memory.alias_size_in_bytes,
+        "bytes_accessed": bytes_accessed(cost),
+        "vmem_limits": {name: int(size) for name, size in VMEM_LIMIT.findall(compiled.as_text() or "")},
+    }
 
 
 def bytes_accessed(cost: dict[str, float]) -> float:

@@ -9,8 +9,9 @@ Two of the dump's files matter, read here as libtpu 0.0.52 writes them (see `sch
   bundles in a branch's shadow run either way: 4 of them, 6 on 7x.
 - `*-final_hlo-static-per-bundle-utilization.txt` has a row of slot counts per bundle, under a row of capacities.
 
-A kernel of the dump holds its pipeline too: the loop over the grid is `loop1`, and the block copies and the test of
-whether this turn of the loop computes (`loop1/when1`, once per grid step) are in it. A grid of one step has no loop.
+A kernel of the dump holds its pipeline too: the loop over the grid is the region `grid`, and the block copies and the
+test of whether this turn of the loop computes (`grid/when1`, once per grid step) are in it. A grid of one step has no
+loop. Which `pl.when` is which differs between generations: 7x has regions that elsewhere are predicated instructions.
 
 What occupies the matrix units, found by compiling products of known size for v4, v5e, v5p, v6e and 7x:
 
@@ -95,7 +96,7 @@ CORES = {
 class Region:
     """A piece of the program that runs as often as nothing inside it: its own bundles, its inner regions' left out.
 
-    `name` is the path to it: "top", "loop1", "loop1/when2" (the second skippable region of the first loop).
+    `name` is the path to it: "top", "grid", "grid/when2" (the second skippable region in the grid's loop), "loop1".
     """
 
     name: str
@@ -126,6 +127,7 @@ class Program:
     """One kernel's schedule. `capacity` is what a bundle can hold of each of SLOTS; `steps` is 1 where not known."""
 
     name: str
+    hlo_name: str
     regions: tuple[Region, ...]
     capacity: dict[str, int]
     steps: int
@@ -169,7 +171,17 @@ def read(bundles_file: Path, core: Core) -> Program:
     original = _neighbour(bundles_file, match[1], "original").read_text()
     vmem = sum(int(size, 16) for size in _VMEM.findall(original))
     unique = tuple(dict((id(region), region) for region in regions).values())
-    return Program(re.sub(r"\.\d+$", "", match[1]), unique, capacity, steps, vmem)
+    if steps > 1:
+        _name_grid(unique)
+    return Program(re.sub(r"\.\d+$", "", match[1]), match[1], unique, capacity, steps, vmem)
+
+
+def _name_grid(regions: tuple[Region, ...]) -> None:
+    """Calls the first loop "grid". v5p wraps it in a test of whether its core has work, which says nothing here."""
+    loop = next((region.name for region in regions if re.search(r"loop\d+$", region.name)), None)
+    for region in regions:
+        if loop and (region.name == loop or region.name.startswith(loop + "/")):
+            region.name = "grid" + region.name.removeprefix(loop)
 
 
 def _neighbour(file: Path, kernel: str, stage: str) -> Path:

@@ -89,7 +89,7 @@ def test_without_arguments_it_shows_the_commands_and_fails(tpu_train):
     assert code == 2
     assert err == ""
     assert out.startswith("usage: tpu-train COMMAND")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["train", "eval", "generate"]
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(main.COMMANDS)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "help"])
@@ -111,6 +111,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         "train": "config workdir set",
         "eval": "config step workdir set",
         "generate": "config step workdir set prompt num_tokens num_samples temperature top_k seed",
+        "kernels": "topology op json update_budget",
     }
     assert [name for name, _ in listed] == wanted[command].split()
     assert "repeat this option" not in done.stdout
@@ -122,8 +123,8 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no command 'trian'; there are train, eval, generate"),
-        (["--config=x"], "no command '--config=x'; there are train, eval, generate"),
+        (["trian"], "no command 'trian'; there are train, eval, generate, kernels"),
+        (["--config=x"], "no command '--config=x'; there are train, eval, generate, kernels"),
         (["train", "--confg=x"], "Unknown command line flag 'confg'. Did you mean: config ?"),
         (["eval", "--temperature=1"], "Unknown command line flag 'temperature'"),
         (["train", "run.py"], "train takes flags only, not 'run.py'; see tpu-train train --help"),
@@ -278,6 +279,24 @@ def test_a_reader_that_goes_away_gives_no_traceback(arguments):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, timeout=60)
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(("accelerator", "wanted"), [(False, "cpu"), (True, None)])
+def test_libtpu_is_left_alone_where_there_is_no_accelerator(accelerator, wanted):
+    """jax starts every plugin that is installed; libtpu without a TPU prints three warnings."""
+    program = f"""
+import os
+os.environ.pop("JAX_PLATFORMS", None)
+from tpu_train import cpu, main
+cpu.has_accelerator = lambda: {accelerator}
+main._prepare_jax()
+print(os.environ.get("JAX_PLATFORMS"))
+if not {accelerator}:
+    import jax
+    jax.devices()
+"""
+    done = child(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{wanted}\n", "")
 
 
 def test_ctrl_c_before_the_run_has_begun_gives_one_line(tmp_path):

@@ -12,13 +12,10 @@ from tpu_train.config import UserError
 
 def show(flag: Mapping[str, Any]) -> int:
     """Measures the cases that the flags pick, prints a table or JSON; 1 if the compiler refuses one of them."""
-    try:
-        generation, topology = schedule.parse_topology(flag["topology"])
-    except schedule.ScheduleError as error:
-        raise UserError(str(error)) from error
     picked = _pick(flag["op"])
     try:
-        results = schedule.measure_all([case.job(generation) for case in picked], topology=topology)
+        _, topology = schedule.parse_topology(flag["topology"])
+        results = schedule.measure_all([case.job(topology) for case in picked])
     except schedule.ScheduleError as error:
         raise UserError(str(error)) from error
     reports = {

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def _run(command: str, values: flags.FlagValues) -> int:
 
     flag: dict[str, Any] = {name: values[name].value for name in values}
     if command == "kernels":
-        os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler of the TPU runs in a process of its own
+        os.environ["JAX_PLATFORMS"] = "cpu"  # to trace with; the TPU's compiler runs in a process of its own
         _prepare_jax()
         from tpu_train import kernels
 
@@ -168,6 +169,8 @@ def _prepare_jax() -> None:
 
     if not cpu.has_accelerator():
         cpu.keep_freed_memory()
+        if util.find_spec("libtpu"):  # here for its compiler; jax would look for a TPU, and libtpu warn of none
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(cache) / "tpu_train" / "xla"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
