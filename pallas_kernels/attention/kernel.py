@@ -210,11 +210,12 @@ class _Tasks:
         if self.view.segmented:
             q_segments = segments.q_ref[:, self.queries(task)]
             k_segments = jnp.broadcast_to(segments.k_ref[:, self.keys(task)], s_KQ.shape[::-1]).T
-        return self.view.apply(s_KQ, *task, q_segments, k_segments)
+        query, key = task
+        return self.view.apply(s_KQ, query, key, q_segments, k_segments)
 
     def pipelined(self, early):
         """(task, early(task)) for each task, `early` called some tasks ahead."""
-        waiting = []
+        waiting: list[Any] = []
         for at, task in enumerate(self.todo):
             waiting += [early(later) for later in self.todo[at + len(waiting) : at + self.cut.ahead + 1]]
             yield task, waiting.pop(0)
