@@ -33,8 +33,7 @@ def compiled(T, S, H, **options):
     args = *heads, shape(1, T, dtype=jnp.int32), shape(4, dtype=jnp.float32)
     return jax.jit(jax.grad(loss, (0, 1, 2, 4))).lower(*args).compile().as_text().count("tpu_custom_call")
 
-assert compiled(4096, 4096, 128) >= 2
-assert compiled(1000, 1500, 80, window=300, logit_soft_cap=30.0, q_offset=500) >= 2
+assert compiled({call}) >= 2
 """
 
 TOPOLOGIES = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "7x": "tpu7x:1x1x1"}
@@ -42,7 +41,13 @@ TOPOLOGIES = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_forward_and_backward_compile(generation):
-    code = COMPILE.replace("{generation}", generation).replace("{topology}", TOPOLOGIES[generation])
+    odd = "1000, 1500, 80, window=300, logit_soft_cap=30.0, q_offset=500"
+    call = odd if generation in ("v4", "v5p") else "2048, 2048, 128"
+    code = (
+        COMPILE.replace("{call}", call)
+        .replace("{generation}", generation)
+        .replace("{topology}", TOPOLOGIES[generation])
+    )
     settings = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -97,8 +97,6 @@ WAYS: dict[str, Any] = {
     "blocked": {"implementation": "xla", "traced_offset": True},
     "short": {"implementation": "xla"},
 }
-# The Pallas kernels compile slowly when interpreted; most of their tests are test_attention_pallas.py's own.
-ALL_WAYS = WAYS | {"interpret": {"implementation": "interpret"}}
 FAST_WAYS = [way for way in WAYS if way != "reference"]
 
 
@@ -137,7 +135,7 @@ def value_and_grads(case: Case, implementation: str, traced_offset: bool = False
 
 
 def run(case: Case, way: str, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    return value_and_grads(case, **ALL_WAYS[way])(arrays)
+    return value_and_grads(case, **WAYS[way])(arrays)
 
 
 def assert_close(got: dict[str, Any], wanted: dict[str, Any], tolerance=2e-5):

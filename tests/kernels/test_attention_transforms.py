@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import ALL_WAYS, WAYS, Case, assert_close, attend, numpy_attention, run
+from attention_cases import WAYS, Case, assert_close, attend, numpy_attention, run
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import flash_attention
@@ -43,7 +43,7 @@ def test_checkpoint_vmap_and_scan_change_nothing(offset):
             np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("batch_axes", "K"), [(("data", "fsdp"), 2), (("data",), 1)], ids=["all_split", "an_axis_and_the_key_head_shared"]
 )
@@ -58,7 +58,7 @@ def test_shard_map_over_batch_and_heads_gives_the_same_gradients(mesh_of, batch_
     specs |= {"do": heads, "dlse": lse, "q_segments": rows, "kv_segments": rows}
 
     def local(arrays):
-        return attend(case, arrays, ALL_WAYS[way]["implementation"], jnp.int32(0) if way == "blocked" else 0)
+        return attend(case, arrays, WAYS[way]["implementation"], jnp.int32(0) if way == "blocked" else 0)
 
     @jax.jit
     def both(arrays):
@@ -73,7 +73,7 @@ def test_shard_map_over_batch_and_heads_gives_the_same_gradients(mesh_of, batch_
     assert_close(both(placed), wanted)
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_x64_mode_changes_nothing(way):
     case = Case(T=9, S=7, window=(3, 2), causal=False, segments=True, soft_cap=2.0, sinks=True, scale=np.float64(0.4))
     arrays = case.arrays()
@@ -88,12 +88,12 @@ def test_x64_mode_changes_nothing(way):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_have_the_dtypes_of_their_arrays(dtype, way):
     q, kv, sinks = (jnp.zeros(shape, dtype) for shape in ((1, 6, 2, 4), (1, 6, 1, 4), (2,)))
-    offset = jnp.int32(0) if ALL_WAYS[way].get("traced_offset") else 0
+    offset = jnp.int32(0) if WAYS[way].get("traced_offset") else 0
 
     def both(q, k, v, sinks, other_sinks):
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
-        o, lse = attend(Case(), named, ALL_WAYS[way]["implementation"], offset)
-        also = attend(Case(), named | {"sinks": other_sinks}, ALL_WAYS[way]["implementation"], offset)[0]
+        o, lse = attend(Case(), named, WAYS[way]["implementation"], offset)
+        also = attend(Case(), named | {"sinks": other_sinks}, WAYS[way]["implementation"], offset)[0]
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(lse) + jnp.sum(also.astype(jnp.float32)), (o, lse)
 
     grads, (o, lse) = jax.eval_shape(
