@@ -223,7 +223,7 @@ class _Tasks:
 
 def _product(a, b, a_dim: int, b_dim: int):
     """Contracts dim `a_dim` of a with `b_dim` of b, in float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((a_dim,), (b_dim,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 

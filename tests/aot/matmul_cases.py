@@ -18,7 +18,9 @@ def matmul(x_MK: jax.Array, y_KN: jax.Array, vmem_limit_bytes: int | None = None
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+        acc_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        )
 
         @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
         def _():
