@@ -1,5 +1,6 @@
 """What the ops share."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,3 +20,49 @@ def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
     varying = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
     missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(*operands):
+    """The operands, each varying over every mesh axis that any of them varies over; None and Python numbers as is.
+
+    A hand-written gradient then has the type that its operand has: where one is shared along an axis (key heads, sinks)
+    it is summed over it.
+    """
+    arrays = [x for x in operands if hasattr(x, "shape")]
+    return tuple(vary_like(x, *arrays) if hasattr(x, "shape") else x for x in operands)
+
+
+def shape_like(shape: tuple[int, ...], dtype, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result that varies over the mesh axes that `operand` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operand).manual_axis_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a kernel has to know of a TPU generation. Source: jax.experimental.pallas.tpu.get_tpu_info_for_chip."""
+
+    name: str
+    vmem_bytes: int
+    mxu_size: int  # rows and columns of the matrix unit
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 16 * 2**20, 128),
+        Chip("v5e", 128 * 2**20, 128),
+        Chip("v5p", 64 * 2**20, 128),
+        Chip("v6e", 128 * 2**20, 256),
+        Chip("7x", 64 * 2**20, 256),
+    )
+}
+_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
+_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "7x", "TPU v7x": "7x"}
+
+
+def chip_in_use() -> Chip | None:
+    """The generation that the mesh in use is made of, else that of the default device; None where neither is a TPU."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None)
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return CHIPS.get(_KINDS.get(kind, ""))

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
-_BUNDLE = re.compile(r"^ *(?:0x([0-9a-f]+)|0) +(LH|LB|LE|PB|PF|CT)? *:(?: >)* *\{")
+_BUNDLE = re.compile(r"^ *(?:0x([0-9a-f]+)|0) +(LH|LB|LE|PB|PF|CT)? *:(?: >+)* *\{")
 _BRANCH = re.compile(r"sbr\.rel (?:\([^)]*\) )?target = \$region(\d+)")
 _STARTED = re.compile(r"Start region (\d+)")
 _MATMUL = re.compile(r"\bvmatmul\.(\S*?)mxu(\d)")

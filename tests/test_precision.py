@@ -19,10 +19,13 @@ def keep_matmul_precision():
     jax.config.update("jax_default_matmul_precision", before)
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("tpu", jnp.bfloat16), ("gpu", jnp.bfloat16), ("cpu", jnp.float32)])
-def test_auto_takes_the_platforms_dtype_and_xla(platform, dtype):
+@pytest.mark.parametrize(
+    ("platform", "dtype", "implementation"),
+    [("tpu", jnp.bfloat16, "pallas"), ("gpu", jnp.bfloat16, "xla"), ("cpu", jnp.float32, "xla")],
+)
+def test_auto_takes_the_platforms_dtype_and_kernels(platform, dtype, implementation):
     compute = resolve(RunConfig(), platform)
-    assert (compute.dtype, compute.implementation, compute.platform) == (jnp.dtype(dtype), "xla", platform)
+    assert (compute.dtype, compute.implementation, compute.platform) == (jnp.dtype(dtype), implementation, platform)
     assert not compute.scales_loss
 
 
@@ -55,5 +58,5 @@ def test_float32_multiplies_in_float32_on_every_platform():
 
 def test_implementation_is_kept_and_one_without_kernels_refused():
     assert resolve(RunConfig(implementation="reference"), "tpu").implementation == "reference"
-    with pytest.raises(UserError, match=r"run\.implementation=pallas has no kernels yet; use xla"):
+    with pytest.raises(UserError, match=r"run\.implementation=pallas runs on TPUs, and these devices are cpu; use xla"):
         resolve(RunConfig(implementation="pallas"), "cpu")

@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def has_accelerator() -> bool:
-    """Whether this machine shows a TPU or a GPU (of NVIDIA, AMD or WSL); asks the file system, not jax."""
+    """Whether this machine shows a TPU or a GPU (NVIDIA's, AMD's, or WSL's); asks the file system, not jax."""
     patterns = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
     return any(next(Path("/dev").glob(pattern), None) is not None for pattern in patterns)
 

@@ -50,5 +50,5 @@ def _pick(op: str | None) -> list[cases.Case]:
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cases.OPS) or 'none yet'}"
         raise UserError(f"no op {op!r} with kernels; {hint}")
     if not (picked := cases.all_cases(op)):
-        raise UserError("there is no Pallas kernel to measure yet")
+        raise UserError("no op has cases to measure yet; pallas_kernels.schedule.measure takes any kernel")
     return picked

@@ -12,6 +12,9 @@ from pallas_kernels.attention.xla import cudnn_can_run
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P, gather
 
+# Fewer queries than this leave most of a kernel's block empty; decoding a token reads the cache once, as XLA does.
+SHORTEST = 128
+
 
 def attention(
     q_BTNH: jax.Array,
@@ -25,8 +28,10 @@ def attention(
     compute: Compute,
 ) -> jax.Array:
     """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them)."""
-    mask = Mask(causal=True, window=window or None)
+    mask = Mask.of(causal=True, window=window or None)
     implementation = compute.implementation
+    if implementation == "pallas" and q_BTNH.shape[1] < SHORTEST:
+        implementation = "xla"
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
         implementation = "cudnn"
@@ -34,7 +39,7 @@ def attention(
     def local(q, k, v, segment_ids, offset=q_offset):
         return pallas_kernels.flash_attention(
             *(q, k, v),
-            window=mask.window,
+            window=window or None,
             q_segment_ids_BT=segment_ids,
             kv_segment_ids_BS=segment_ids,
             q_offset=offset,
@@ -62,8 +67,9 @@ def linear_cross_entropy(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Per-token loss_BT (z-loss included) and lse_BT in float32; `w_VD` as stored."""
-    # The reference takes the whole vocabulary; the others a slice each, and sum over the axis.
-    vocab_axis = None if compute.implementation == "reference" else "tensor"
+    # Pallas has no kernel for it yet. The reference takes the whole vocabulary; xla a slice each, summed over the axis.
+    implementation = "xla" if compute.implementation == "pallas" else compute.implementation
+    vocab_axis = None if implementation == "reference" else "tensor"
 
     def local(x_BTD, w_VD, labels_BT):
         loss, lse = pallas_kernels.linear_cross_entropy(
@@ -73,7 +79,7 @@ def linear_cross_entropy(
             z_loss=z_loss,
             logit_soft_cap=soft_cap,
             vocab_axis=vocab_axis,
-            implementation=compute.implementation,
+            implementation=implementation,
         )
         return loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
 

@@ -39,9 +39,10 @@ def resolve(config: RunConfig, platform: str) -> Compute:
     name = AUTO[platform] if config.precision == "auto" else config.precision
     if name == "float16" and platform == "tpu":
         raise UserError("run.precision=float16 has no TPU hardware; use bfloat16, which needs no loss scale")
-    if config.implementation == "pallas":
-        raise UserError("run.implementation=pallas has no kernels yet; use xla, which auto takes")
-    implementation = "xla" if config.implementation == "auto" else config.implementation
+    if config.implementation == "pallas" and platform != "tpu":
+        raise UserError(f"run.implementation=pallas runs on TPUs, and these devices are {platform}; use xla or auto")
+    kernels = "pallas" if platform == "tpu" else "xla"
+    implementation = kernels if config.implementation == "auto" else config.implementation
     if name == "float32":
         # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
         jax.config.update("jax_default_matmul_precision", "highest")

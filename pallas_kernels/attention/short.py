@@ -28,58 +28,76 @@ class _Options:
 
 
 def attention_short(
-    q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset: int, *, mask, scale, soft_cap
+    q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset: int, sinks_N, *, mask, scale, soft_cap
 ):
     """Same contract as `attention_reference`, for a `q_offset` that is an int."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    o_BKGTH = _attend(
+    o_BKGTH, lse_BKGT1 = _attend(
         _Options(mask, scale, soft_cap, q_offset),
         q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4),
         k_BSKH.transpose(0, 2, 1, 3),
         v_BSKH.transpose(0, 2, 1, 3),
         q_segment_ids_BT,
         kv_segment_ids_BS,
+        None if sinks_N is None else sinks_N.reshape(1, K, N // K, 1, 1),
     )
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), lse_BKGT1.reshape(B, N, T)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, q_segments, k_segments):
-    return _attend_fwd(options, q, k, v, q_segments, k_segments)[0]
+def _attend(options, q, k, v, q_segments, k_segments, sinks):
+    return _attend_fwd(options, q, k, v, q_segments, k_segments, sinks)[0]
 
 
-def _attend_fwd(options, q, k, v, q_segments, k_segments):
-    outputs, kept = [], []
+def _attend_fwd(options, q, k, v, q_segments, k_segments, sinks):
+    outputs, lses, kept = [], [], []
     for rows, keys in _chunks(options, q.shape[3], k.shape[2]):
         s, slope = _scores(options, q, k, q_segments, k_segments, rows, keys)
-        highest = jnp.max(s, axis=-1, keepdims=True)
-        p = jnp.exp(s - jnp.where(jnp.isfinite(highest), highest, 0.0))
-        total = jnp.sum(p, axis=-1, keepdims=True)
-        inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+        p, from_sink, inverse, lse = _softmax(s, sinks)
         outputs.append(einsum_f32("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[:, :, keys]) * inverse)
-        kept.append((p, inverse, slope))
+        lses.append(lse)
+        kept.append((p, from_sink, inverse, slope))
     o = _join(outputs, 3).astype(q.dtype)
-    return o, (q, k, v, o, kept)
+    return (o, _join(lses, 3)), (q, k, v, o, kept)
 
 
-def _attend_bwd(options, residuals, do):
+def _softmax(s, sinks):
+    """Unnormalised probabilities of the keys and of the sink, 1 / their sum, and the lse; 0, 0, 0, -inf of no keys."""
+    highest = jnp.max(s, axis=-1, keepdims=True)
+    blind = highest == -jnp.inf
+    highest = jnp.where(blind, 0.0, highest if sinks is None else jnp.maximum(highest, sinks))
+    p = jnp.exp(s - highest)
+    total, from_sink = jnp.sum(p, axis=-1, keepdims=True), None
+    if sinks is not None:
+        from_sink = jnp.where(blind, 0.0, jnp.exp(sinks - highest))
+        total = total + from_sink
+    return p, from_sink, jnp.where(blind, 0.0, 1.0 / total), highest + jnp.log(total)
+
+
+def _attend_bwd(options, residuals, cotangents):
     q, k, v, o, kept = residuals
-    # A row sum as a product with ones: as a sum XLA on CPU would take it again for every key.
-    delta = einsum_f32("BKGTH,HI->BKGTI", o.astype(jnp.float32) * do.astype(jnp.float32), jnp.ones((o.shape[-1], 1)))
-    dq, dk_parts, dv_parts = [], [], []
+    do, dlse = cotangents
+    ones = jnp.ones((o.shape[-1], 1), jnp.float32)
+    dq, dk_parts, dv_parts, dsinks = [], [], [], []
     chunks = _chunks(options, q.shape[3], k.shape[2])
-    for (rows, keys), (p, inverse, slope) in zip(chunks, kept, strict=True):
-        do_i, q_i = do[:, :, :, rows], q[:, :, :, rows]
+    for (rows, keys), (p, from_sink, inverse, slope) in zip(chunks, kept, strict=True):
+        # Both cotangents over the row's sum, and 0 where it saw nothing, whatever they are there.
+        do_i, dlse_i = (jnp.where(inverse == 0, 0.0, x[:, :, :, rows] * inverse) for x in (do, dlse))
+        do_i = do_i.astype(do.dtype)
+        # A row sum as a product with ones: as a sum XLA on CPU would take it again for every key.
+        delta = einsum_f32("BKGTH,HI->BKGTI", o[:, :, :, rows].astype(jnp.float32) * do_i, ones) - dlse_i
         dp = einsum_f32("BKGTH,BKSH->BKGTS", do_i, v[:, :, keys])
-        ds = p * ((dp - delta[:, :, :, rows]) * (inverse * options.scale))
+        ds = p * ((dp - delta) * options.scale)
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
         dq.append(einsum_f32("BKGTS,BKSH->BKGTH", ds, k[:, :, keys]))
-        dk_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", ds, q_i)))
-        scaled_do = (do_i * inverse).astype(do.dtype)
-        dv_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), scaled_do)))
+        dk_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", ds, q[:, :, :, rows])))
+        dv_parts.append((keys, einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do_i)))
+        if from_sink is not None:
+            dsinks.append(-jnp.sum(from_sink * delta, axis=(0, 3), keepdims=True))
     dk, dv = _sum_over_keys(dk_parts, k.shape[2]), _sum_over_keys(dv_parts, v.shape[2])
-    return _join(dq, 3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    dq = _join(dq, 3)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, sum(dsinks) if dsinks else None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -124,5 +142,5 @@ def _sum_over_keys(parts, num_keys):
             part[:, :, low - keys.start : high - keys.start] for keys, part in parts if keys.start <= low < keys.stop
         ]
         shape = (*parts[0][1].shape[:2], high - low, parts[0][1].shape[3])
-        pieces.append(functools.reduce(jnp.add, inside) if inside else jnp.zeros(shape))
+        pieces.append(functools.reduce(jnp.add, inside) if inside else jnp.zeros(shape, jnp.float32))
     return _join(pieces, 2)

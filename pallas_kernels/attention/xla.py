@@ -27,26 +27,24 @@ class _Options:
     num_keys: int
     q_block: int
     k_block: int
-    segmented: bool
 
 
-def attention_xla(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, *, mask, scale, soft_cap):
+def attention_xla(
+    q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, sinks_N, *, mask, scale, soft_cap
+):
     """Same contract as `attention_reference`."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    segmented = q_segment_ids_BT is not None
-    options = _Options(mask, scale, soft_cap, T, S, min(BLOCK, T), min(BLOCK, S), segmented)
+    options = _Options(mask, scale, soft_cap, T, S, min(BLOCK, T), min(BLOCK, S))
     q = _blocks(q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), options.q_block, 3)
     k = _blocks(k_BSKH.transpose(0, 2, 1, 3), options.k_block, 2)
     v = _blocks(v_BSKH.transpose(0, 2, 1, 3), options.k_block, 2)
-    if segmented:
-        q_segments = _blocks(q_segment_ids_BT, options.q_block, 1)
-        k_segments = _blocks(kv_segment_ids_BS, options.k_block, 1)
-    else:
-        q_segments = k_segments = vary_like(jnp.zeros((), jnp.int32), q_BTNH)
-    o = _attend(options, q, k, v, q_segments, k_segments, vary_like(q_offset, q_BTNH))
-    o_BKGTH = jnp.moveaxis(o, 0, 3).reshape(B, K, N // K, -1, v_BSKH.shape[-1])[:, :, :, :T]
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+    q_segments = None if q_segment_ids_BT is None else _blocks(q_segment_ids_BT, options.q_block, 1)
+    k_segments = None if kv_segment_ids_BS is None else _blocks(kv_segment_ids_BS, options.k_block, 1)
+    sinks = None if sinks_N is None else sinks_N.reshape(1, K, N // K, 1, 1)
+    o, lse = _attend(options, q, k, v, q_segments, k_segments, q_offset, sinks)
+    o_BKGTH, lse_BKGT1 = (jnp.moveaxis(x, 0, 3).reshape(B, K, N // K, -1, x.shape[-1])[:, :, :, :T] for x in (o, lse))
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), lse_BKGT1.reshape(B, N, T)
 
 
 def _blocks(x, size, axis):
@@ -59,11 +57,11 @@ def _blocks(x, size, axis):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, q, k, v, q_segments, k_segments, q_offset):
-    return _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset)[0]
+def _attend(options, q, k, v, q_segments, k_segments, q_offset, sinks):
+    return _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset, sinks)[0]
 
 
-def _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset):
+def _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset, sinks):
     def one_q_block(i, q_i):
         def step(j, carry):
             m, total, acc = carry
@@ -76,37 +74,52 @@ def _attend_fwd(options, q, k, v, q_segments, k_segments, q_offset):
             pv = einsum_f32("BKGTS,BKSH->BKGTH", p.astype(v.dtype), v[j])
             return m_new, total, acc * shrink + pv
 
-        rows = q_i.shape[:-1]
-        empty = (jnp.full((*rows, 1), -jnp.inf), jnp.zeros((*rows, 1)), jnp.zeros((*rows, v.shape[-1])))
-        m, total, acc = _loop(_key_blocks(options, i, q_offset), len(k), step, tuple(vary_like(x, q) for x in empty))
-        lse = jnp.where(total > 0, m + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
-        return (acc / jnp.where(total > 0, total, 1.0)).astype(q.dtype), lse
+        shapes = (*q_i.shape[:-1], 1), (*q_i.shape[:-1], 1), (*q_i.shape[:-1], v.shape[-1])
+        empty = (jnp.full(shape, fill, jnp.float32) for shape, fill in zip(shapes, (-jnp.inf, 0, 0), strict=True))
+        seen = _loop(_key_blocks(options, i, q_offset), len(k), step, tuple(vary_like(x, q) for x in empty))
+        o, lse = _finish(seen, sinks)
+        return o.astype(q.dtype), lse
 
     o, lse = _map(one_q_block, q)
-    return o, (q, k, v, q_segments, k_segments, q_offset, o, lse)
+    return (o, lse), (q, k, v, q_segments, k_segments, q_offset, sinks, o, lse)
 
 
-def _attend_bwd(options, residuals, do):
-    q, k, v, q_segments, k_segments, q_offset, o, lse = residuals
-    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1, keepdims=True)
-    lse_safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
+def _finish(seen, sinks):
+    """o and lse of rows from their highest score, sum and values so far; 0 and -inf of those that saw no key."""
+    m, total, acc = seen
+    blind = m == -jnp.inf
+    highest = jnp.where(blind, 0.0, m if sinks is None else jnp.maximum(m, sinks))
+    if sinks is not None:
+        shrink, from_sink = jnp.exp(m - highest), jnp.where(blind, 0.0, jnp.exp(sinks - highest))
+        total, acc = total * shrink + from_sink, acc * shrink
+    return acc / jnp.where(blind, 1.0, total), highest + jnp.log(total)
+
+
+def _attend_bwd(options, residuals, cotangents):
+    q, k, v, q_segments, k_segments, q_offset, sinks, o, lse = residuals
+    do, dlse = cotangents
+    # Of a row that saw nothing no cotangent counts, whatever it is.
+    blind = lse == -jnp.inf
+    lse_safe = jnp.where(blind, 0.0, lse)
+    delta = jnp.where(blind, 0.0, jnp.sum(o.astype(jnp.float32) * do, axis=-1, keepdims=True) - dlse)
 
     def one_k_block(dq, j, k_j, v_j):
         def step(i, carry):
             dq, dk, dv = carry
             s, slope = _scores(options, q[i], k_j, i, j, q_segments, k_segments, q_offset)
             p = jnp.exp(s - lse_safe[i])
-            dp = einsum_f32("BKGTH,BKSH->BKGTS", do[i], v_j)
+            do_i = jnp.where(blind[i], 0.0, do[i])  # in the loop: over all rows at once it made a step on CPU 7% slower
+            dp = einsum_f32("BKGTH,BKSH->BKGTS", do_i, v_j)
             ds = (p * (dp - delta[i]) * slope * options.scale).astype(q.dtype)
-            dv = dv + einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do[i])
+            dv = dv + einsum_f32("BKGTS,BKGTH->BKSH", p.astype(do.dtype), do_i)
             dk = dk + einsum_f32("BKGTS,BKGTH->BKSH", ds, q[i])
             dq_i = einsum_f32("BKGTS,BKSH->BKGTH", ds, k_j)
             return dq.at[i].add(dq_i), dk, dv
 
-        empty = vary_like(jnp.zeros(k_j.shape), q), vary_like(jnp.zeros(v_j.shape), q)
+        empty = (vary_like(jnp.zeros(x.shape, jnp.float32), q) for x in (k_j, v_j))
         return _loop(_query_blocks(options, j, q_offset), len(q), step, (dq, *empty))
 
-    dq = vary_like(jnp.zeros(q.shape), q)
+    dq = vary_like(jnp.zeros(q.shape, jnp.float32), q)
     if len(k) == 1:
         dq, dk, dv = one_k_block(dq, 0, k[0], v[0])
         dk, dv = dk[None], dv[None]
@@ -117,7 +130,11 @@ def _attend_bwd(options, residuals, do):
             return dq, (dk, dv)
 
         dq, (dk, dv) = jax.lax.scan(body, dq, (jnp.arange(len(k)), k, v))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+    dsinks = None
+    if sinks is not None:
+        p_sink = jnp.exp(jnp.where(blind, -jnp.inf, sinks[None] - lse))
+        dsinks = -jnp.sum(p_sink * delta, axis=(0, 1, 4))[None, ..., None]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, dsinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -134,7 +151,7 @@ def _scores(options, q_i, k_j, i, j, q_segments, k_segments, q_offset):
     keys = jnp.arange(options.k_block)[None, :] + j * options.k_block
     visible = options.mask.visible(rows + q_offset, keys) & (keys < options.num_keys) & (rows < options.num_queries)
     visible = visible[None]
-    if options.segmented:
+    if q_segments is not None:
         t, s_ids = q_segments[i][:, :, None], k_segments[j][:, None, :]
         visible = visible & (t == s_ids) & (t > 0)
     return jnp.where(visible[:, None, None], s, -jnp.inf), slope
@@ -165,7 +182,7 @@ def _map(f, blocks):
     return jax.lax.map(lambda block: f(*block), (jnp.arange(len(blocks)), blocks))
 
 
-def cudnn_can_run(q, k, v, q_segment_ids, q_offset, mask, soft_cap) -> str:
+def cudnn_can_run(q, k, v, q_segment_ids, q_offset, mask, soft_cap, sinks=None, return_lse=False) -> str:
     """Why cuDNN's fused attention can't take these arguments; empty where it can."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{q.dtype} (it wants bfloat16 or float16)"
@@ -175,18 +192,26 @@ def cudnn_can_run(q, k, v, q_segment_ids, q_offset, mask, soft_cap) -> str:
         return "segment ids"
     if soft_cap is not None:
         return "a logit soft cap"
+    if sinks is not None:
+        return "sinks"
+    if return_lse:
+        return "return_lse"
     if not isinstance(q_offset, (int, np.integer)) or q_offset != 0:
         return "a query offset"
     if q.shape[1] != k.shape[1]:
         return f"{q.shape[1]} queries with {k.shape[1]} keys"
-    if mask.window is not None and not mask.causal:
+    if mask.right != 0 and mask != Mask(None, None):
         return "a window without a causal mask"
     return ""
 
 
 def cudnn_attention(q_BTNH, k_BSKH, v_BSKH, *, mask, scale):
-    """cuDNN's fused attention through jax.nn."""
-    window = None if mask.window is None else (mask.window - 1, 0)
+    """o_BTNH of cuDNN's fused attention through jax.nn."""
+    window = None if mask.left is None else (mask.left, 0)
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, scale=scale, is_causal=mask.causal, local_window_size=window, implementation="cudnn"
+        *(q_BTNH, k_BSKH, v_BSKH),
+        scale=scale,
+        is_causal=mask.right == 0,
+        local_window_size=window,
+        implementation="cudnn",
     )

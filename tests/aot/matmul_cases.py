@@ -18,9 +18,9 @@ def matmul(x_MK: jax.Array, y_KN: jax.Array, vmem_limit_bytes: int | None = None
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        # Mosaic refuses bfloat16 operands at the "highest" that a test in float32 may have left as the default.
-        once = jax.lax.Precision.DEFAULT
-        acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], precision=once, preferred_element_type=jnp.float32)
+        acc_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        )
 
         @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
         def _():

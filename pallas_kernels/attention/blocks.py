@@ -1,0 +1,128 @@
+"""Block sizes of the Pallas kernels: per TPU generation, within a byte model of VMEM."""
+
+import dataclasses
+
+from pallas_kernels.runtime import CHIPS, Chip
+
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a kernel cuts a pair of blocks into tasks: tiles of `queries` by chunks of `keys`.
+
+    The scores of a task are issued `ahead` tasks before the softmax that uses them.
+    """
+
+    queries: int
+    keys: int
+    ahead: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """What a kernel works on at once: blocks of `q` queries by `k` keys, and `resident` keys of a head in VMEM.
+
+    All are multiples of 128, `resident` one of `k`; blocks are multiples of their cuts.
+    """
+
+    q: int
+    k: int
+    resident: int
+    forward: Cut
+    backward: Cut
+
+
+# Cuts by the size of the matrix unit and the head dim up to which they hold; the log in WORKSPACE.md has the trials.
+CUTS = {
+    128: ((256, Cut(256, 128, 4), Cut(256, 256, 1)),),
+    256: ((256, Cut(256, 256, 4), Cut(256, 256, 2)),),
+}
+BLOCKS = (1024, 512, 256)  # most rows of a block; the largest that fits is taken
+SHARE = 0.85  # of VMEM that blocks may fill; the rest is for values that the compiler spills
+
+
+def choose(
+    num_queries: int, num_keys: int, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None
+) -> BlockSizes:
+    """Sizes for a head of the given shape on `chip` (None: small enough for any)."""
+    chip = chip or CHIPS["v5e"]
+    forward, backward = next(cuts for widest, *cuts in CUTS[chip.mxu_size] if max(head_dim, value_dim) <= widest)
+    for most in BLOCKS:
+        q, k = _block(num_queries, most), _block(num_keys, most)
+        sizes = BlockSizes(q, k, -(-num_keys // k) * k, _fit(forward, q, k), _fit(backward, q, k))
+        while sizes.resident > k and not fits(sizes, head_dim, value_dim, itemsize, chip):
+            sizes = dataclasses.replace(sizes, resident=-(-sizes.resident // (2 * k)) * k)
+        if fits(sizes, head_dim, value_dim, itemsize, chip):
+            break
+    return sizes
+
+
+def _block(length: int, most: int) -> int:
+    """A multiple of 128 up to `most` that pads `length` least."""
+    count = -(-length // most)
+    tile = LANES if length <= LANES else 2 * LANES
+    return -(-length // (count * tile)) * tile
+
+
+def _fit(cut: Cut, q: int, k: int) -> Cut:
+    """The cut, no larger than the block and dividing it."""
+    queries, keys = min(cut.queries, q), min(cut.keys, k)
+    if k % keys:
+        keys = LANES
+    return Cut(queries, keys, cut.ahead)
+
+
+def vmem_bytes(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
+    """What each kernel's blocks take, in bytes: two buffers for what is streamed, one for what is kept."""
+    both = head_dim + value_dim
+    q_block = 2 * sizes.q * both * itemsize
+    keys = 2 * sizes.resident * itemsize
+    rows = 16 * 8 * sizes.q * 4
+    forward = q_block + keys * both + sizes.q * value_dim * 4 + rows
+    backward = 2 * q_block + 2 * sizes.q * head_dim * (itemsize + 4)
+    # k, k transposed and v come in, dk and dv go out, and are summed in float32.
+    backward += keys * (2 * head_dim + value_dim) + keys * both + sizes.resident * both * 4 + rows
+    return {"forward": forward, "backward": backward}
+
+
+def fits(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip: Chip) -> bool:
+    """Whether the kernels' blocks fit the chip's VMEM."""
+    return _needed(sizes, head_dim, value_dim, itemsize) <= SHARE * chip.vmem_bytes
+
+
+def _needed(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) -> int:
+    return max(vmem_bytes(sizes, head_dim, value_dim, itemsize).values()) + _working_bytes(sizes.q, sizes.k)
+
+
+def _working_bytes(q: int, k: int) -> int:
+    """Room for the scores, their gradients and what else the compiler spills."""
+    return 2 * 4 * q * k
+
+
+def vmem_limit(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None) -> int:
+    """Bytes of VMEM to ask for: what the blocks need and half again, within what the chip has."""
+    needed = _needed(sizes, head_dim, value_dim, itemsize)
+    return min(needed * 3 // 2, (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16)
+
+
+def check(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None) -> None:
+    """Raises ValueError for sizes that can't be: what is wrong, the limit, and sizes that fit."""
+    if sizes.q % LANES or sizes.k % LANES or sizes.resident % sizes.k or min(sizes.q, sizes.k, sizes.resident) < 1:
+        raise ValueError(f"flash_attention: {sizes}: q and k must be multiples of 128, and resident one of k")
+    for cut in (sizes.forward, sizes.backward):
+        if min(cut.queries, cut.keys) < 1 or cut.ahead < 0 or sizes.q % cut.queries or sizes.k % cut.keys:
+            raise ValueError(f"flash_attention: {cut} does not divide a block of {sizes.q} queries by {sizes.k} keys")
+        if cut.queries % LANES or cut.keys % LANES:
+            raise ValueError(f"flash_attention: {cut}: queries and keys must be multiples of 128")
+    if chip is None:
+        return
+    needed = _needed(sizes, head_dim, value_dim, itemsize)
+    limit = int(SHARE * chip.vmem_bytes)
+    if needed > limit:
+        best = choose(sizes.q, sizes.resident, head_dim, value_dim, itemsize, chip)
+        raise ValueError(
+            f"flash_attention: blocks of {sizes.q} x {sizes.k} with {sizes.resident} keys resident need "
+            f"{needed / 2**20:.1f} MiB of VMEM; {chip.name} has {limit / 2**20:.1f} MiB for them; "
+            f"q={best.q}, k={best.k}, resident={best.resident} fit"
+        )

@@ -1,0 +1,285 @@
+"""Flash attention on TPU: the forward and the backward kernel.
+
+Scores stand keys down, queries across: `s_KQ = k q^T`. The running maximum, the sum and the lse are then rows that
+broadcast over sublanes for free, sums over keys are plain vector adds, and accumulators are `[H, queries]`. A pair of
+blocks is unrolled into tasks (tiles of queries by chunks of keys); each task's scores are issued some tasks early, so
+that the matrix unit works while the vector unit takes the softmax of earlier ones. Exponentials are of base 2, with
+log2(e) and the scale folded into q.
+
+The keys of a head, or as many as fit, stay in VMEM while its blocks of queries go by; a loop inside the kernel visits
+the key blocks that the mask leaves (visits.py). The backward pass keeps dk and dv of the resident keys in VMEM in
+float32 and finishes dq of a block of queries in one visit: five products, nothing partial in HBM.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.blocks import BlockSizes, Cut
+from pallas_kernels.attention.visits import View, Visits, divide
+
+LOG2_E = 1.4426950408889634
+NOTHING = -1e30  # the maximum of a row that has seen nothing; finite, so that -inf minus it is -inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a kernel is built for. `bend`: the scores, tanh(q k^T) times this is the exponent; None: no soft cap."""
+
+    visits: Visits
+    sizes: BlockSizes
+    bend: float | None
+    dq_scale: float
+    dk_scale: float
+    has_sinks: bool
+
+
+class _Forward(NamedTuple):
+    """Refs of the forward kernel: inputs, outputs, scratch. `t` after a name: head dim first."""
+
+    q: Any
+    k: Any
+    vt: Any
+    o: Any
+    lse: Any
+    m: Any
+    total: Any
+    acc: Any  # [H, q]
+    fresh: Any  # whether a tile of `acc` is still to be started
+
+
+class _Backward(NamedTuple):
+    """Refs of the backward kernel: inputs, outputs, scratch."""
+
+    q: Any
+    qt: Any
+    do: Any
+    dot: Any
+    lse: Any  # of base 2
+    delta: Any
+    k: Any
+    kt: Any
+    v: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dq_acc: Any  # [H, q]
+    dk_acc: Any  # [H, resident]
+    dv_acc: Any
+
+
+def forward_kernel(spec: Spec, offset_ref, *refs):
+    """One block of queries of one head against the resident keys. grid = (B, N, T // q, parts of S)."""
+    segments, refs = _take_segments(spec, refs)
+    sinks_ref, refs = (refs[0], _Forward(*refs[1:])) if spec.has_sinks else (None, _Forward(*refs))
+    n, i, part = (pl.program_id(axis) for axis in (1, 2, 3))
+
+    @pl.when(part == 0)
+    def _():
+        refs.m[...] = jnp.full_like(refs.m, NOTHING)
+        refs.total[...] = jnp.zeros_like(refs.total)
+        for tile in range(spec.sizes.q // spec.sizes.forward.queries):
+            refs.fresh[tile] = 1
+
+    low, high, first = _resident(spec, i, part, offset_ref[0], from_low=True)
+
+    def body(j, view):
+        _forward_block(spec, view, j - first, refs, segments)
+
+    spec.visits.run(i, offset_ref[0], low, high, _meeting(segments, i), body)
+
+    @pl.when(part == pl.num_programs(3) - 1)
+    def _():
+        m, total = refs.m[...], refs.total[...]
+        seen = total > 0
+        highest, shrink = m, jnp.float32(1)
+        if sinks_ref is not None:
+            sink = sinks_ref[n] * jnp.float32(LOG2_E)
+            highest = jnp.maximum(m, sink)
+            shrink = jnp.exp2(m - highest)
+            total = total * shrink + jnp.exp2(sink - highest)
+        total = jnp.where(seen, total, 1.0)
+        refs.lse[...] = jnp.where(seen, (highest + jnp.log2(total)) * jnp.float32(1 / LOG2_E), -jnp.inf)
+        o_HQ = jnp.where(seen, refs.acc[...] * (shrink / total), 0.0)
+        refs.o[...] = o_HQ.T.astype(refs.o.dtype)
+
+
+def backward_kernel(spec: Spec, scalars_ref, *refs):
+    """One block of queries of one head against the resident keys; dk, dv summed over the heads that share them.
+
+    grid = (B, K, N // K, T // q)
+    """
+    segments, refs = _take_segments(spec, refs)
+    refs = _Backward(*refs)
+    g, i = pl.program_id(2), pl.program_id(3)
+    block = spec.sizes.k
+
+    def each_block(run):
+        def step(j, carry):
+            run(pl.ds(pl.multiple_of(j * block, block), block))
+            return carry
+
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.sizes.resident // block), step, jnp.int32(0))
+
+    @pl.when((g == 0) & (i == 0))
+    def _():
+        def clear(keys):
+            refs.dk_acc[:, keys] = jnp.zeros((refs.dk_acc.shape[0], block), jnp.float32)
+            refs.dv_acc[:, keys] = jnp.zeros((refs.dv_acc.shape[0], block), jnp.float32)
+
+        each_block(clear)
+
+    refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+    low, high, first = _resident(spec, i, scalars_ref[1], scalars_ref[0], from_low=False)
+
+    def body(j, view):
+        _backward_block(spec, view, j - first, refs, segments)
+
+    spec.visits.run(i, scalars_ref[0], low, high, _meeting(segments, i), body)
+    refs.dq[...] = (refs.dq_acc[...].T * spec.dq_scale).astype(refs.dq.dtype)
+
+    @pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))
+    def _():
+        def finish(keys):
+            refs.dk[keys, :] = (refs.dk_acc[:, keys].T * spec.dk_scale).astype(refs.dk.dtype)
+            refs.dv[keys, :] = refs.dv_acc[:, keys].T.astype(refs.dv.dtype)
+
+        each_block(finish)
+
+
+def _resident(spec: Spec, i, part, offset, from_low: bool):
+    """(low, high, first): the key blocks of a part that block i of the queries meets, and the part's first block.
+
+    `from_low` counts parts from the first that the queries meet, so that a window takes few.
+    """
+    low, high = spec.visits.key_blocks(i, offset)
+    blocks = spec.sizes.resident // spec.sizes.k
+    first = (part + divide(low, blocks) if from_low else part) * blocks
+    return jnp.maximum(low, first), jnp.minimum(high, first + blocks), first
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segments:
+    """Ids of the queries and the keys, [1, rows], and least, greatest and only id of each block, [3, blocks]."""
+
+    q_ref: object
+    k_ref: object
+    q_blocks_ref: object
+    k_blocks_ref: object
+
+
+def _take_segments(spec, refs):
+    return (_Segments(*refs[:4]), refs[4:]) if spec.visits.segmented else (None, refs)
+
+
+def _meeting(segments, i):
+    """A function of the key block: whether segments of both blocks may meet, and whether both hold one and the same."""
+
+    def of(j):
+        q, k = segments.q_blocks_ref, segments.k_blocks_ref
+        meet = (q[0, i] <= k[1, j]) & (k[0, j] <= q[1, i])
+        return meet, q[2, i] == k[2, j]
+
+    return of
+
+
+class _Tasks:
+    """The tasks of a pair of blocks that may see anything, and slices of the refs that each works on."""
+
+    def __init__(self, spec: Spec, cut: Cut, view: View, block):
+        self.cut, self.view, self.segmented = cut, view, spec.visits.segmented
+        self.first_key = pl.multiple_of(block * spec.sizes.k, spec.sizes.k)
+        self.todo = [
+            (query, key)
+            for key in range(0, spec.sizes.k, cut.keys)
+            for query in range(0, spec.sizes.q, cut.queries)
+            if view.sees(query, cut.queries, key, cut.keys)
+        ]
+
+    def queries(self, task):
+        return pl.ds(task[0], self.cut.queries)
+
+    def keys(self, task):
+        return pl.ds(self.first_key + task[1], self.cut.keys)
+
+    def mask(self, s_KQ, task, segments):
+        q_segments = k_segments = None
+        if self.view.segmented:
+            q_segments = segments.q_ref[:, self.queries(task)]
+            k_segments = jnp.broadcast_to(segments.k_ref[:, self.keys(task)], s_KQ.shape[::-1]).T
+        query, key = task
+        return self.view.apply(s_KQ, query, key, q_segments, k_segments)
+
+    def pipelined(self, early):
+        """(task, early(task)) for each task, `early` called some tasks ahead."""
+        waiting: list[Any] = []
+        for at, task in enumerate(self.todo):
+            waiting += [early(later) for later in self.todo[at + len(waiting) : at + self.cut.ahead + 1]]
+            yield task, waiting.pop(0)
+
+
+def _product(a, b, a_dim: int, b_dim: int):
+    """Contracts dim `a_dim` of a with `b_dim` of b, in float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dims = (((a_dim,), (b_dim,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _forward_block(spec, view, block, refs: _Forward, segments):
+    tasks = _Tasks(spec, spec.sizes.forward, view, block)
+    tiles = sorted({query for query, _ in tasks.todo})
+    rows = {tile: pl.ds(tile, tasks.cut.queries) for tile in tiles}
+    m = {tile: refs.m[:, rows[tile]] for tile in tiles}
+    total = {tile: refs.total[:, rows[tile]] for tile in tiles}
+    fresh = {}
+    for tile in tiles:
+        fresh[tile] = refs.fresh[tile // tasks.cut.queries] == 1
+        refs.fresh[tile // tasks.cut.queries] = 0
+
+    def scores(task):
+        return _product(refs.k[tasks.keys(task), :], refs.q[tasks.queries(task), :], 1, 1)
+
+    for task, s_KQ in tasks.pipelined(scores):
+        tile = task[0]
+        if spec.bend is not None:
+            s_KQ = spec.bend * jnp.tanh(s_KQ)
+        s_KQ = tasks.mask(s_KQ, task, segments)
+        highest = jnp.maximum(m[tile], jnp.max(s_KQ, axis=0, keepdims=True))
+        p_KQ, shrink = jnp.exp2(s_KQ - highest), jnp.exp2(m[tile] - highest)
+        m[tile] = highest
+        total[tile] = total[tile] * shrink + jnp.sum(p_KQ, axis=0, keepdims=True)
+        before = refs.acc[:, rows[tile]]
+        if tile in fresh:  # the accumulator still holds what another block left
+            before = jnp.where(fresh.pop(tile), 0.0, before)
+        pv_HQ = _product(refs.vt[:, tasks.keys(task)], p_KQ.astype(refs.vt.dtype), 1, 0)
+        refs.acc[:, rows[tile]] = before * shrink + pv_HQ
+    for tile in tiles:
+        refs.m[:, rows[tile]] = m[tile]
+        refs.total[:, rows[tile]] = total[tile]
+
+
+def _backward_block(spec, view, block, refs: _Backward, segments):
+    tasks = _Tasks(spec, spec.sizes.backward, view, block)
+
+    def scores(task):
+        queries, keys = tasks.queries(task), tasks.keys(task)
+        s_KQ = _product(refs.k[keys, :], refs.q[queries, :], 1, 1)
+        return s_KQ, _product(refs.v[keys, :], refs.do[queries, :], 1, 1)
+
+    for task, (s_KQ, dp_KQ) in tasks.pipelined(scores):
+        queries, keys = tasks.queries(task), tasks.keys(task)
+        if spec.bend is not None:
+            bent_KQ = jnp.tanh(s_KQ)
+            s_KQ = spec.bend * bent_KQ
+        s_KQ = tasks.mask(s_KQ, task, segments)
+        p_KQ = jnp.exp2(s_KQ - refs.lse[:, queries])
+        ds_KQ = p_KQ * (dp_KQ - refs.delta[:, queries])
+        if spec.bend is not None:
+            ds_KQ = ds_KQ * (1.0 - bent_KQ * bent_KQ)
+        p_KQ, ds_KQ = p_KQ.astype(refs.q.dtype), ds_KQ.astype(refs.q.dtype)
+        refs.dv_acc[:, keys] += _product(refs.dot[:, queries], p_KQ, 1, 1)
+        refs.dk_acc[:, keys] += _product(refs.qt[:, queries], ds_KQ, 1, 1)
+        refs.dq_acc[:, queries] += _product(refs.kt[:, keys], ds_KQ, 1, 0)

@@ -1,0 +1,377 @@
+"""Calls of the attention kernels: layouts, block specs, the gradient.
+
+XLA copies the operands into the kernels' layouts, head by head, and pads them to whole blocks in the same copy. Keys
+beyond what VMEM holds are cut into parts: the forward kernel walks them in its grid; the backward pass runs once per
+part and adds up dq in float32.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention import blocks
+from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
+from pallas_kernels.attention.visits import Visits, divide
+from pallas_kernels.runtime import chip_in_use, shape_like, vary_like
+
+BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call's static side: the kernels' spec, dims as they are, and how to run."""
+
+    spec: Spec
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    HV: int
+    q_scale: float
+    vmem_limit: int
+    interpret: bool
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.T // self.spec.sizes.q)
+
+    @property
+    def parts(self) -> int:
+        return -(-self.S // self.spec.sizes.resident)
+
+    @property
+    def padded_queries(self) -> int:
+        return self.q_blocks * self.spec.sizes.q
+
+    @property
+    def padded_keys(self) -> int:
+        return self.parts * self.spec.sizes.resident
+
+
+def attention_pallas(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    q_segment_ids_BT,
+    kv_segment_ids_BS,
+    q_offset,
+    sinks_N,
+    *,
+    mask,
+    scale,
+    soft_cap,
+    sizes: blocks.BlockSizes | None = None,
+    interpret: bool = False,
+):
+    """Same contract as `attention_reference`; a `q_offset` that is an int gives a faster kernel than a traced one.
+
+    `sizes`: None chooses them. `interpret`: run the kernels in jnp, on any platform.
+
+    Raises:
+      ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
+    """
+    B, T, N, H = q_BTNH.shape
+    S, K, HV = k_BSKH.shape[1], k_BSKH.shape[2], v_BSKH.shape[3]
+    dtype = q_BTNH.dtype
+    if dtype == jnp.float16:
+        raise ValueError("flash_attention: pallas can't take float16; use bfloat16 or implementation='xla'")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        raise ValueError("flash_attention: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
+    if max(H, HV) > 256:
+        raise ValueError(f"flash_attention: pallas can't take head dims {H} and {HV}, the most is 256; use 'xla'")
+    chip = chip_in_use()
+    if sizes is None:
+        sizes = blocks.choose(T, S, H, HV, dtype.itemsize, chip)
+    else:
+        blocks.check(sizes, H, HV, dtype.itemsize, chip)
+    offset = int(q_offset) if isinstance(q_offset, (int, np.integer)) else None
+    visits = Visits(mask, T, S, sizes.q, sizes.k, offset, segmented=q_segment_ids_BT is not None)
+    bend = None if soft_cap is None else soft_cap * LOG2_E
+    q_scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
+    spec = Spec(visits, sizes, bend, dq_scale=scale, dk_scale=scale / q_scale, has_sinks=sinks_N is not None)
+    limit = blocks.vmem_limit(sizes, H, HV, dtype.itemsize, chip)
+    call = _Call(spec, B, T, S, N, K, H, HV, q_scale, limit, interpret)
+    segments = None
+    if q_segment_ids_BT is not None:
+        segments = _segments(call, q_segment_ids_BT, kv_segment_ids_BS)
+    offset_1 = vary_like(jnp.asarray(q_offset, jnp.int32).reshape(1), q_BTNH)
+    return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N):
+    return _attend_fwd(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)[0]
+
+
+def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N):
+    sizes, visits = call.spec.sizes, call.spec.visits
+    group = call.N // call.K
+    blocks_per_part = sizes.resident // sizes.k
+
+    def part_of(i, part, offset_ref):
+        """The part of the keys that step `part` of block i works on; one already there where none is left."""
+        if call.parts == 1:
+            return 0 * part
+        low, high = visits.key_blocks(i, offset_ref[0])
+        last = divide(jnp.maximum(high - 1, low), blocks_per_part)
+        return jnp.minimum(divide(low, blocks_per_part) + part, last)
+
+    def q_map(b, n, i, part, offset_ref):  # a block of queries
+        return b, n, i, 0
+
+    def k_map(b, n, i, part, offset_ref):  # the keys of a part
+        return b, divide(n, group), part_of(i, part, offset_ref), 0
+
+    def vt_map(b, n, i, part, offset_ref):  # its values, head dim first
+        return b, divide(n, group), 0, part_of(i, part, offset_ref)
+
+    def row_map(b, n, i, part, offset_ref):  # statistics of a block of queries
+        return b, n, 0, i
+
+    in_specs, operands = [], []
+    if segments is not None:
+        in_specs += _segment_specs(
+            call, lambda b, n, i, part, ref: (b, i), lambda b, n, i, part, ref: (b, part_of(i, part, ref))
+        )
+        operands += segments
+    if sinks_N is not None:
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+        operands.append(sinks_N)
+    in_specs += [
+        pl.BlockSpec((None, None, sizes.q, call.H), q_map),
+        pl.BlockSpec((None, None, sizes.resident, call.H), k_map),
+        pl.BlockSpec((None, None, call.HV, sizes.resident), vt_map),
+    ]
+    operands += [_queries(call, q_BTNH, call.q_scale), _keys(call, k_BSKH), _keys(call, v_BSKH).swapaxes(2, 3)]
+    o, lse = _pallas_call(
+        call,
+        forward_kernel,
+        offset_1,
+        operands,
+        # grid = (B, N, T // q, parts of S)
+        grid=(call.B, call.N, call.q_blocks, _parts_met(call)),
+        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        in_specs=in_specs,
+        out_specs=[
+            pl.BlockSpec((None, None, sizes.q, call.HV), q_map),
+            pl.BlockSpec((None, None, 1, sizes.q), row_map),
+        ],
+        out_shape=[
+            shape_like((call.B, call.N, call.padded_queries, call.HV), q_BTNH.dtype, q_BTNH),
+            shape_like((call.B, call.N, 1, call.padded_queries), jnp.float32, q_BTNH),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((1, sizes.q), jnp.float32),
+            pltpu.VMEM((1, sizes.q), jnp.float32),
+            pltpu.VMEM((call.HV, sizes.q), jnp.float32),
+            pltpu.SMEM((sizes.q // sizes.forward.queries,), jnp.int32),
+        ],
+    )
+    o_BTNH, lse_BNT = o[:, :, : call.T].swapaxes(1, 2), lse[:, :, 0, : call.T]
+    return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT)
+
+
+def _attend_bwd(call: _Call, residuals, cotangents):
+    q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
+    do_BTNH, dlse_BNT = cotangents
+    delta_BNT = jnp.einsum("BTNH,BTNH->BNT", o_BTNH.astype(jnp.float32), do_BTNH.astype(jnp.float32)) - dlse_BNT
+    blind_BNT = jnp.isneginf(lse_BNT)
+    dsinks_N = None
+    if sinks_N is not None:
+        p_BNT = jnp.where(blind_BNT, 0.0, jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, 0.0, lse_BNT)))
+        dsinks_N = -jnp.sum(jnp.where(blind_BNT, 0.0, p_BNT * delta_BNT), axis=(0, 2))
+    lse_BN1T = _rows(call, jnp.where(blind_BNT, BLIND, lse_BNT * LOG2_E), BLIND)
+    # A row that saw nothing passes nothing, whatever its cotangents.
+    delta_BN1T = _rows(call, jnp.where(blind_BNT, 0.0, delta_BNT), 0.0)
+    do_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, do_BTNH)
+    q_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, q_BTNH)
+    q, do, k, v = (
+        _queries(call, q_BTNH, call.q_scale),
+        _queries(call, do_BTNH),
+        _keys(call, k_BSKH),
+        _keys(call, v_BSKH),
+    )
+    operands = [] if segments is None else [*segments]
+    operands += [q, q.swapaxes(2, 3), do, do.swapaxes(2, 3), lse_BN1T, delta_BN1T, k, k.swapaxes(2, 3), v]
+    if call.parts == 1:
+        dq, dk, dv = _backward_part(call, offset_1, 0, operands, q_BTNH.dtype)
+    else:
+
+        def add_part(dq, part):
+            dq_part, dk, dv = _backward_part(call, offset_1, part, operands, jnp.float32)
+            return dq + dq_part, (dk, dv)
+
+        zeros = vary_like(jnp.zeros(q.shape, jnp.float32), q)
+        dq, parts = jax.lax.scan(add_part, zeros, jnp.arange(call.parts, dtype=jnp.int32))
+        dk, dv = (jnp.moveaxis(x, 0, 2).reshape(call.B, call.K, call.padded_keys, -1) for x in parts)
+    dq_BTNH = dq[:, :, : call.T].swapaxes(1, 2).astype(q_BTNH.dtype)
+    dk_BSKH, dv_BSKH = (x[:, :, : call.S].swapaxes(1, 2) for x in (dk, dv))
+    return dq_BTNH, dk_BSKH, dv_BSKH, None, None, dsinks_N
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
+    """dq from one part of the keys, [B, N, T, H] in whole blocks, and that part's dk and dv, [B, K, resident, H]."""
+    sizes = call.spec.sizes
+    group = call.N // call.K
+
+    def q_map(b, k, g, i, scalars_ref):  # a block of queries
+        return b, k * group + g, i, 0
+
+    def qt_map(b, k, g, i, scalars_ref):  # the same, head dim first; its statistics
+        return b, k * group + g, 0, i
+
+    def k_map(b, k, g, i, scalars_ref):  # the part's keys and values
+        return b, k, scalars_ref[1], 0
+
+    def kt_map(b, k, g, i, scalars_ref):  # its keys, head dim first
+        return b, k, 0, scalars_ref[1]
+
+    def dk_map(b, k, g, i, scalars_ref):  # gradients of the part
+        return b, k, 0, 0
+
+    def block(shape, index_map):
+        return pl.BlockSpec((None, None, *shape), index_map)
+
+    in_specs = []
+    if call.spec.visits.segmented:
+        in_specs += _segment_specs(call, lambda b, k, g, i, ref: (b, i), lambda b, k, g, i, ref: (b, ref[1]))
+    in_specs += [
+        *(block((sizes.q, call.H), q_map), block((call.H, sizes.q), qt_map)),
+        *(block((sizes.q, call.HV), q_map), block((call.HV, sizes.q), qt_map)),
+        *(block((1, sizes.q), qt_map), block((1, sizes.q), qt_map)),
+        *(block((sizes.resident, call.H), k_map), block((call.H, sizes.resident), kt_map)),
+        block((sizes.resident, call.HV), k_map),
+    ]
+    like, dtype = operands[-1], operands[-1].dtype
+    part_1 = vary_like(jnp.asarray(part, jnp.int32).reshape(1), offset_1)
+    return _pallas_call(
+        call,
+        backward_kernel,
+        jnp.concatenate([offset_1, part_1]),
+        operands,
+        # grid = (B, K, N // K, T // q)
+        grid=(call.B, call.K, group, call.q_blocks),
+        semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+        in_specs=in_specs,
+        out_specs=[
+            block((sizes.q, call.H), q_map),
+            block((sizes.resident, call.H), dk_map),
+            block((sizes.resident, call.HV), dk_map),
+        ],
+        out_shape=[
+            shape_like((call.B, call.N, call.padded_queries, call.H), dq_dtype, like),
+            shape_like((call.B, call.K, sizes.resident, call.H), dtype, like),
+            shape_like((call.B, call.K, sizes.resident, call.HV), dtype, like),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((call.H, sizes.q), jnp.float32),
+            pltpu.VMEM((call.H, sizes.resident), jnp.float32),
+            pltpu.VMEM((call.HV, sizes.resident), jnp.float32),
+        ],
+    )
+
+
+def _pallas_call(
+    call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
+):
+    # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
+    with jax.enable_x64(False):
+        return pl.pallas_call(
+            functools.partial(kernel, call.spec),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=grid,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                scratch_shapes=scratch_shapes,
+            ),
+            out_shape=out_shape,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=call.vmem_limit),
+            interpret=call.interpret,
+            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}",
+        )(scalars, *operands)
+
+
+def _parts_met(call: _Call) -> int:
+    """Most parts of the keys that a block of queries meets."""
+    mask, sizes = call.spec.visits.mask, call.spec.sizes
+    if mask.left is None or mask.right is None:
+        return call.parts
+    return min(call.parts, (sizes.q + mask.left + mask.right - 1) // sizes.resident + 2)
+
+
+def _queries(call: _Call, x_BTNH, scale: float | None = None):
+    """[B, N, T, H], T in whole blocks, scaled in float32."""
+    x_BNTH = x_BTNH.swapaxes(1, 2)
+    if scale is not None:
+        x_BNTH = (x_BNTH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
+    return _pad(x_BNTH, 2, call.padded_queries, 0)
+
+
+def _keys(call: _Call, x_BSKH):
+    return _pad(x_BSKH.swapaxes(1, 2), 2, call.padded_keys, 0)
+
+
+def _rows(call: _Call, x_BNT, fill: float):
+    return _pad(x_BNT, 2, call.padded_queries, fill)[:, :, None, :]
+
+
+def _pad(x, axis: int, size: int, fill):
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _segments(call: _Call, q_ids_BT, kv_ids_BS):
+    """Ids with padding that matches nothing, [B, 1, rows], and [B, 3, blocks]: least, greatest and only id of each."""
+    sizes = call.spec.sizes
+    out = []
+    for ids, size, block, none in (
+        (q_ids_BT, call.padded_queries, sizes.q, -1),
+        (kv_ids_BS, call.padded_keys, sizes.k, -2),
+    ):
+        ids = _pad(ids.astype(jnp.int32), 1, size, none)
+        ids = jnp.where(ids > 0, ids, none)
+        cut = ids.reshape(ids.shape[0], -1, block)
+        greatest = jnp.max(cut, axis=2)
+        least = jnp.min(jnp.where(cut > 0, cut, jnp.iinfo(jnp.int32).max), axis=2)
+        only = jnp.where((jnp.min(cut, axis=2) == greatest) & (greatest > 0), greatest, none)
+        out.append((ids[:, None, :], jnp.stack([least, greatest, only], axis=1)))
+    (q_ids, q_blocks), (k_ids, k_blocks) = out
+    return [q_ids, k_ids, q_blocks, k_blocks]
+
+
+def _segment_specs(call: _Call, query_block, key_part):
+    """Block specs of `_segments`; the two functions give (b, block) of the grid's indices."""
+
+    def q_map(*at):
+        b, i = query_block(*at)
+        return b, 0, i
+
+    def k_map(*at):
+        b, part = key_part(*at)
+        return b, 0, part
+
+    def all_blocks_map(*at):
+        return at[0], 0, 0
+
+    sizes = call.spec.sizes
+    return [
+        pl.BlockSpec((None, 1, sizes.q), q_map),
+        pl.BlockSpec((None, 1, sizes.resident), k_map),
+        pl.BlockSpec((None, 3, call.q_blocks), all_blocks_map, memory_space=pltpu.SMEM),
+        pl.BlockSpec((None, 3, call.padded_keys // sizes.k), all_blocks_map, memory_space=pltpu.SMEM),
+    ]
