@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_kernels.schedule import Counts, Job, parse_topology
 
-OPS: dict[str, str] = {}  # op: the module with its cases(), such as "pallas_kernels.attention.cases"
+OPS = {"flash_attention": "pallas_kernels.attention.cases"}  # op: the module with its cases()
 
 
 @dataclass(frozen=True)

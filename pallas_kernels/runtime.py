@@ -42,6 +42,7 @@ class Chip:
     """What a kernel has to know of a TPU generation. Source: jax.experimental.pallas.tpu.get_tpu_info_for_chip."""
 
     name: str
+    kinds: tuple[str, ...]  # what jax calls its devices
     vmem_bytes: int
     mxu_size: int  # rows and columns of the matrix unit
 
@@ -49,20 +50,17 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 16 * 2**20, 128),
-        Chip("v5e", 128 * 2**20, 128),
-        Chip("v5p", 64 * 2**20, 128),
-        Chip("v6e", 128 * 2**20, 256),
-        Chip("7x", 64 * 2**20, 256),
+        Chip("v4", ("TPU v4",), 16 * 2**20, 128),
+        Chip("v5e", ("TPU v5 lite", "TPU v5e"), 128 * 2**20, 128),
+        Chip("v5p", ("TPU v5", "TPU v5p"), 64 * 2**20, 128),
+        Chip("v6e", ("TPU v6 lite", "TPU v6e"), 128 * 2**20, 256),
+        Chip("tpu7x", ("TPU7x",), 64 * 2**20, 256),
     )
 }
-_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
-_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU7x": "7x", "TPU v7x": "7x"}
 
 
 def chip_in_use() -> Chip | None:
-    """The generation that the mesh in use is made of, else that of the default device; None where neither is a TPU."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = getattr(mesh, "abstract_device", None)
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return CHIPS.get(_KINDS.get(kind, ""))
+    """The generation that the mesh in use is made of, else that of the default device; None where neither is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return next((chip for chip in CHIPS.values() if kind in chip.kinds), None)

@@ -4,7 +4,7 @@
     print(report.table())
 
 `fn` is anything jax.jit takes, with one Pallas kernel or several in it, ours or not. It is lowered here, by jax.export,
-and compiled in another process, since libtpu reads its dump flags once, when it loads. `measure_all` compiles several
+under a mesh of one device of that generation, and compiled in another process, since libtpu reads its dump flags once, when it loads. `measure_all` compiles several
 programs in that one process, whose start takes seconds.
 
 The figures are predictions: what the program's bundles and the matrix units need, if no copy between HBM and VMEM is
@@ -34,14 +34,16 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from pallas_kernels.runtime import CHIPS
 from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program, Region, kernel_files, read
 
 Counts = Mapping[str, float] | Callable[[Region], float | None]
 
-# MiB of VMEM that a kernel may take unless it sets vmem_limit_bytes, and that there are: what the compiler's refusals
-# name. It holds blocks to the first figure and scratch to the second alone.
-_VMEM_LIMIT = {"v4": (16, 16), "v5e": (16, 128), "v5p": (16, 64), "v6e": (32, 128), "tpu7x": (32, 64)}
+# MiB of VMEM that a kernel's blocks may take unless it sets vmem_limit_bytes: what the compiler's refusals name.
+# Scratch alone may take all that the chip has.
+_VMEM_LIMIT = {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 32, "tpu7x": 32}
 _SPELLINGS = {"7x": "tpu7x", "v7x": "tpu7x", "tpu7": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e"}
 
 
@@ -70,7 +72,7 @@ class Kernel:
     name: str
     regions: tuple[Region, ...]
     capacity: dict[str, int]
-    steps: int
+    steps: int | None
     vmem_bytes: int
     vmem_limit_bytes: int
     vmem_capacity_bytes: int
@@ -130,6 +132,10 @@ class Report:
             vmem = f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB VMEM allowed"
             vmem += f" ({kernel.vmem_capacity_bytes / 2**20:.0f} there)"
             lines.append(f"{kernel.name} on {self.topology}: {kernel.cycles:,.0f} predicted cycles, {vmem}")
+            if kernel.steps is None:
+                lines.append(
+                    "  its grid is not in the dump, since XLA put every block in VMEM: state how often loop1 runs"
+                )
             lines += _region_rows(kernel)
         share = "" if self.peak_share is None else f", {self.peak_share:.0%} of one core's bf16 peak"
         hbm = f"{self.hbm_bytes / 2**20:,.1f} MiB HBM, {self.bytes_accessed / 2**20:,.1f} MiB accessed"
@@ -162,7 +168,8 @@ def measure_all(jobs: Sequence[Job]) -> list[Report | ScheduleError]:
     with tempfile.TemporaryDirectory(prefix="schedule-") as name:
         folder = Path(name)
         for i, job in enumerate(jobs):
-            exported = export.export(jax.jit(job.fn), platforms=["tpu"])(*job.args)
+            with jax.sharding.use_abstract_mesh(_absent(topologies[i][0])):
+                exported = export.export(jax.jit(job.fn), platforms=["tpu"])(*job.args)
             (folder / f"{i}.export").write_bytes(exported.serialize())
         answer = _compile(folder, [topology for _, topology in topologies])
         return [
@@ -179,6 +186,12 @@ def parse_topology(text: str) -> tuple[str, str]:
         known = ", ".join(CORES)
         raise ScheduleError(f"no TPU generation {name!r}; there are {known} (or 7x), as in v6e:1x1")
     return generation, f"{generation}:{shape or '1x1'}"
+
+
+def _absent(generation: str) -> AbstractMesh:
+    """A mesh of one device of the generation, for kernels that ask what they are lowered for."""
+    device = AbstractDevice(CHIPS[generation].kinds[0], num_cores=1, platform="tpu")
+    return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
@@ -233,16 +246,20 @@ def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[s
     runs: dict[str, float] = {"top": 1}
     for region in program.regions:
         stated = counts(region) if callable(counts) else counts.get(region.name)
-        default = program.steps if region.name == "grid" else runs[_around(region.name)]
+        default = program.steps if region.name == "grid" else runs[_around(region.name, runs)]
         region.runs = runs[region.name] = default if stated is None else stated
-    limit, capacity = _VMEM_LIMIT[generation]
     fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
-    allowed = limits.get(fields.pop("hlo_name"), limit << 20)
-    return Kernel(**fields, vmem_limit_bytes=allowed, vmem_capacity_bytes=capacity << 20)
+    allowed = limits.get(fields.pop("hlo_name"), _VMEM_LIMIT[generation] << 20)
+    return Kernel(**fields, vmem_limit_bytes=allowed, vmem_capacity_bytes=CHIPS[generation].vmem_bytes)
 
 
-def _around(name: str) -> str:
-    return name.rpartition("/")[0] or "top"
+def _around(name: str, known: Mapping[str, float]) -> str:
+    """The innermost region around it that has bundles of its own."""
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        if name in known:
+            return name
+    return "top"
 
 
 def _check_names(counts: Mapping[str, Counts], kernels: list[str]) -> None:

@@ -29,6 +29,7 @@ What occupies the matrix units, found by compiling products of known size for v4
   128-deep (v6e: 256-deep) contraction blocks is vector adds; 7x accumulates in its result buffer (`mrb[i]`).
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -124,13 +125,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Program:
-    """One kernel's schedule. `capacity` is what a bundle can hold of each of SLOTS; `steps` is 1 where not known."""
+    """One kernel's schedule. `capacity` is what a bundle can hold of each of SLOTS; `steps` is None where not known."""
 
     name: str
     hlo_name: str
     regions: tuple[Region, ...]
     capacity: dict[str, int]
-    steps: int
+    steps: int | None
     vmem_bytes: int
 
 
@@ -165,13 +166,11 @@ def read(bundles_file: Path, core: Core) -> Program:
     for region, (_, body, _), row in zip(regions, bundles, columns, strict=True):
         _add(region, body, row, core)
     bounds = _BOUNDS.search(text)
-    steps = 1
-    for bound in bounds[1].split(",") if bounds else ():
-        steps *= int(bound)
+    steps = math.prod(int(bound) for bound in bounds[1].split(",")) if bounds else None
     original = _neighbour(bundles_file, match[1], "original").read_text()
     vmem = sum(int(size, 16) for size in _VMEM.findall(original))
     unique = tuple(dict((id(region), region) for region in regions).values())
-    if steps > 1:
+    if steps and steps > 1:
         _name_grid(unique)
     return Program(re.sub(r"\.\d+$", "", match[1]), match[1], unique, capacity, steps, vmem)
 
@@ -235,6 +234,9 @@ def _regions(bundles: list[tuple[str, str, int]], core: Core) -> list[Region]:
         else:
             opening = _open_all(stack, opening, i, now=False)
         if label == "PF":
+            if closing > i:  # the loop's last branch casts its shadow past its end
+                stack.pop()
+                closing = -1
             _close_when(stack)
         if label == "LB":
             stack.append(_child(stack[-1], "loop", headers=frozenset(_STARTED.findall(body))))
