@@ -3,9 +3,9 @@
     report = schedule.measure(fn, *shape_dtype_structs, topology="v6e:1x1")
     print(report.table())
 
-`fn` is anything jax.jit takes, with one Pallas kernel or several in it, ours or not. It is lowered here, by jax.export,
-under a mesh of one device of that generation, and compiled in another process, since libtpu reads its dump flags once, when it loads. `measure_all` compiles several
-programs in that one process, whose start takes seconds.
+`fn` is anything jax.jit takes, with one Pallas kernel or several in it, ours or not. It is lowered here, by jax.export
+under a mesh of one device of that generation, and compiled in another process, since libtpu reads its dump flags once,
+when it loads. `measure_all` compiles several programs in that one process, whose start takes seconds.
 
 The figures are predictions: what the program's bundles and the matrix units need, if no copy between HBM and VMEM is
 ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what is read, and what the
@@ -246,7 +246,9 @@ def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[s
     runs: dict[str, float] = {"top": 1}
     for region in program.regions:
         stated = counts(region) if callable(counts) else counts.get(region.name)
-        default = program.steps if region.name == "grid" else runs[_around(region.name, runs)]
+        default = runs[_around(region.name, runs)]
+        if region.name == "grid" and program.steps:
+            default = program.steps
         region.runs = runs[region.name] = default if stated is None else stated
     fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
     allowed = limits.get(fields.pop("hlo_name"), _VMEM_LIMIT[generation] << 20)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
+from tpu_train.config import UserError
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P, gather
 
@@ -32,6 +34,11 @@ def attention(
     implementation = compute.implementation
     if implementation == "pallas" and q_BTNH.shape[1] < SHORTEST:
         implementation = "xla"
+    if implementation == "pallas" and q_BTNH.shape[-1] > LARGEST_HEAD_DIM:
+        raise UserError(
+            f"model.head_dim={q_BTNH.shape[-1]}: the Pallas kernel takes at most {LARGEST_HEAD_DIM}; "
+            "set run.implementation=xla"
+        )
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
         implementation = "cudnn"

@@ -33,10 +33,10 @@ class BlockSizes:
     backward: Cut
 
 
-# Cuts by the size of the matrix unit and the head dim up to which they hold; the log in WORKSPACE.md has the trials.
+# Forward and backward cuts by the size of the matrix unit; the log in WORKSPACE.md has the trials, at head dim 128.
 CUTS = {
-    128: ((256, Cut(256, 128, 4), Cut(256, 256, 1)),),
-    256: ((256, Cut(256, 256, 4), Cut(256, 256, 2)),),
+    128: (Cut(256, 128, 4), Cut(256, 256, 1)),
+    256: (Cut(256, 256, 4), Cut(256, 256, 2)),
 }
 BLOCKS = (1024, 512, 256)  # most rows of a block; the largest that fits is taken
 SHARE = 0.85  # of VMEM that blocks may fill; the rest is for values that the compiler spills
@@ -45,9 +45,9 @@ SHARE = 0.85  # of VMEM that blocks may fill; the rest is for values that the co
 def choose(
     num_queries: int, num_keys: int, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None
 ) -> BlockSizes:
-    """Sizes for a head of the given shape on `chip` (None: small enough for any)."""
+    """Sizes for a head of the given shape on `chip` (None, where kernels are interpreted: as on v5e)."""
     chip = chip or CHIPS["v5e"]
-    forward, backward = next(cuts for widest, *cuts in CUTS[chip.mxu_size] if max(head_dim, value_dim) <= widest)
+    forward, backward = CUTS[chip.mxu_size]
     for most in BLOCKS:
         q, k = _block(num_queries, most), _block(num_keys, most)
         sizes = BlockSizes(q, k, -(-num_keys // k) * k, _fit(forward, q, k), _fit(backward, q, k))

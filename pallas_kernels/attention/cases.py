@@ -13,8 +13,8 @@ from pallas_kernels.schedule import Counts, Region, ScheduleError
 
 
 def cases() -> list[Case]:
-    """32 query and 8 key heads, bf16, causal, no packing."""
-    return [causal(2048, head_dim) for head_dim in (64, 128)]
+    """bf16, causal, no packing. One case: the compiler takes a minute over it, writing its dumps."""
+    return [causal(2048, 128)]
 
 
 def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int = 8) -> Case:

@@ -190,7 +190,7 @@ class _Tasks:
     """The tasks of a pair of blocks that may see anything, and slices of the refs that each works on."""
 
     def __init__(self, spec: Spec, cut: Cut, view: View, block):
-        self.cut, self.view, self.segmented = cut, view, spec.visits.segmented
+        self.cut, self.view = cut, view
         self.first_key = pl.multiple_of(block * spec.sizes.k, spec.sizes.k)
         self.todo = [
             (query, key)

@@ -37,7 +37,7 @@ class View:
         left, right = self.mask.left, self.mask.right
         return (left is None or low <= left) and (right is None or high >= -right)
 
-    def apply(self, s_KQ, query: int, key: int, q_segments_1Q, k_segments_K1):
+    def apply(self, s_KQ, query: int, key: int, q_segments_1Q, k_segments_KQ):
         """`s_KQ` of a task, with -inf where the query does not see the key."""
         keys, queries = s_KQ.shape
         seen = []
@@ -55,7 +55,7 @@ class View:
         if self.num_keys is not None:
             seen.append(jax.lax.broadcasted_iota(jnp.int32, s_KQ.shape, 0) < self.num_keys - key)
         if self.segmented:
-            seen.append(q_segments_1Q == k_segments_K1)
+            seen.append(q_segments_1Q == k_segments_KQ)
         for condition in seen:
             s_KQ = jnp.where(condition, s_KQ, -jnp.inf)
         return s_KQ
@@ -166,5 +166,5 @@ class Visits:
 
 
 def divide(x: jax.Array, by: int) -> jax.Array:
-    """x // by for x >= 0. Rounding down, as // does, costs a sign that Mosaic can't lower for an absent TPU."""
+    """x // by for x >= 0. // would ask for a sign, which Mosaic lowers only where it knows the generation."""
     return jax.lax.div(x, jnp.int32(by))

@@ -19,6 +19,7 @@ from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forwa
 from pallas_kernels.attention.visits import Visits, divide
 from pallas_kernels.runtime import chip_in_use, shape_like, vary_like
 
+LARGEST_HEAD_DIM = 256
 BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0
 
 
@@ -85,8 +86,10 @@ def attention_pallas(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
         raise ValueError("flash_attention: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
-    if max(H, HV) > 256:
-        raise ValueError(f"flash_attention: pallas can't take head dims {H} and {HV}, the most is 256; use 'xla'")
+    if max(H, HV) > LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"flash_attention: pallas can't take head dims {H} and {HV}, the most is {LARGEST_HEAD_DIM}; use 'xla'"
+        )
     chip = chip_in_use()
     if sizes is None:
         sizes = blocks.choose(T, S, H, HV, dtype.itemsize, chip)
@@ -192,7 +195,6 @@ def _attend_bwd(call: _Call, residuals, cotangents):
     # A row that saw nothing passes nothing, whatever its cotangents.
     delta_BN1T = _rows(call, jnp.where(blind_BNT, 0.0, delta_BNT), 0.0)
     do_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, do_BTNH)
-    q_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, q_BTNH)
     q, do, k, v = (
         _queries(call, q_BTNH, call.q_scale),
         _queries(call, do_BTNH),

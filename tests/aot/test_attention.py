@@ -36,7 +36,7 @@ def compiled(T, S, H, **options):
 assert compiled({call}) >= 2
 """
 
-TOPOLOGIES = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "7x": "tpu7x:1x1x1"}
+TOPOLOGIES = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)

@@ -90,6 +90,23 @@ def test_packed_documents_match_the_reference(window, value_and_grads):
     assert_close(got, run(case, "reference", arrays), tolerance=5e-5)
 
 
+def test_rows_that_see_nothing_pass_nothing_whatever_their_cotangents(value_and_grads):
+    case = Case(B=1, T=300, S=300, K=1, segments=True, sinks=True)
+    arrays = case.arrays()
+    ids = np.ones((1, 300), np.int32)
+    ids[0, :20], ids[0, 128:256], ids[0, 290:] = 0, -1, 0
+    arrays["q_segments"] = arrays["kv_segments"] = ids
+    wanted = run(case, "reference", arrays)
+    blind = ids[0] <= 0
+    arrays["k"][:, blind], arrays["v"][:, blind], arrays["q"][:, blind] = -1e15, 1e15, 1e15
+    arrays["do"][:, blind], arrays["dlse"][:, :, blind] = np.inf, np.nan
+    got = value_and_grads(case, arrays, q_offset=0, block_sizes=SMALL)
+    for name in ("o", "dq", "dk", "dv"):
+        np.testing.assert_array_equal(got[name][:, blind], 0.0, err_msg=name)
+    assert np.isneginf(got["lse"][:, :, blind]).all()
+    assert_close(got, wanted, tolerance=5e-5)
+
+
 def test_any_lengths_and_masks_match_the_reference(value_and_grads):
     @given(
         st.integers(1, 400), st.integers(1, 400), st.booleans(), st.none() | st.integers(1, 400), st.integers(-200, 400)
