@@ -78,8 +78,8 @@ class Chip:
 
 
 def _sources(main: str, **others: str) -> dict[str, str]:
-    names = "bf16_flops int8_ops memory memory_bytes torus link_bytes slow_bytes watts usd_hour".split()
-    return {name: others.get(name, main) for name in names}
+    """Where each number of a chip comes from: `main`, or what is given for it."""
+    return {field.name: others.get(field.name, main) for field in dataclasses.fields(Chip)[3:-2]}
 
 
 CHIPS = {
@@ -174,7 +174,9 @@ class Fleet:
 
     def __str__(self) -> str:
         sides = "x".join(map(str, self.shape))
-        block = f"{self.chips} x {self.chip.name}" if self.chip.switched else f"{self.chips} x {self.chip.name} ({sides})"
+        block = (
+            f"{self.chips} x {self.chip.name}" if self.chip.switched else f"{self.chips} x {self.chip.name} ({sides})"
+        )
         return block if self.slices == 1 else f"{block}, {self.slices} slices"
 
 
@@ -200,8 +202,8 @@ def parse(text: str, slices: int = 0) -> Fleet:
     slices = slices or max(1, -(-count // most))
     if count < 1 or count % slices or count // slices > most:
         raise UserError(
-            f"--chips={text}: {count} chips do not make {slices} equal slices of at most {most}, which is the most that "
-            f"the fast network of {name} joins; give another count or --slices"
+            f"--chips={text}: {count} chips do not make {slices} equal slices of at most {most}, "
+            f"which is what the fast network of {name} joins; give another count or --slices"
         )
     return Fleet(chip, shape_of(count // slices, chip), slices)
 

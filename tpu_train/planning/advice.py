@@ -4,6 +4,7 @@ Every mesh that divides is tried. Of those that fit in memory the fastest is tak
 behind work: the mean of a step where all overlaps and one where nothing does.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +12,10 @@ from tpu_train import chips, layout
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, UserError
 from tpu_train.planning import memory, roofline
-from tpu_train.planning.memory import Memory, Split
+from tpu_train.planning.memory import Memory, Remat, Split
 from tpu_train.planning.roofline import Step
 
-REMAT = ("none", "dots", "full")  # from least recomputed to least kept
+REMAT: tuple[Remat, ...] = ("none", "dots", "full")  # from least recomputed to least kept
 MOST_MICRO_BATCHES = 64
 MOST_CHIPS = 2**14  # of the scaling curve
 
@@ -59,12 +60,12 @@ def weigh(config: Config, fleet: Fleet, split: Split) -> Choice:
 
 def own(config: Config, fleet: Fleet) -> Choice:
     """The config's own mesh, micro-batches and remat policy."""
-    sizes = layout.mesh_shape(config.mesh, fleet.devices)
-    split = Split(*sizes, config.optim.accumulation_steps, config.model.remat, dtype_of(config, fleet))
+    data, fsdp, tensor = layout.mesh_shape(config.mesh, fleet.devices)
+    split = Split(data, fsdp, tensor, config.optim.accumulation_steps, config.model.remat, dtype_of(config, fleet))
     return weigh(config, fleet, split)
 
 
-def best(config: Config, fleet: Fleet, remat: Sequence[str] = REMAT) -> Choice | None:
+def best(config: Config, fleet: Fleet, remat: Sequence[Remat] = REMAT) -> Choice | None:
     """The fastest way that fits; where none fits, the one that needs least memory; None if no mesh divides."""
     fitting, least = None, None
     for split in _splits(config, fleet, remat):
@@ -108,7 +109,7 @@ def enough_batch(config: Config, fleet: Fleet, most: int = 64) -> tuple[int, Cho
 
 
 def enough_chips(config: Config, fleet: Fleet) -> int | None:
-    """The smallest number of chips, of the fleet's times a power of two, on which the config fits; None if none does."""
+    """The fewest chips, of the fleet's times a power of two, on which the config fits; None if none does."""
     for bigger in _growing(fleet, fleet.chips):
         choice = best(config, bigger)
         if choice is not None and choice.fits:
@@ -131,7 +132,8 @@ def curve(config: Config, fleet: Fleet) -> list[Point]:
     points = []
     for other in _growing(fleet, 1):
         choice = best(config, other)
-        if choice is not None and choice.fits:
+        # On a network of unknown speed the curve would be a straight line of no meaning.
+        if choice is not None and choice.fits and not any("network" in name for name in choice.step.unknown):
             points.append(Point(other.chips, choice.step.work, choice.step.network, choice.step.most_mfu))
     return points
 
@@ -145,14 +147,12 @@ def _growing(fleet: Fleet, first: int) -> Iterator[Fleet]:
     """Fleets of first, 2 first, 4 first, ... chips, in as few slices as can be."""
     count = first
     while count <= max(MOST_CHIPS, fleet.chips):
-        try:
+        with contextlib.suppress(UserError):  # no slice of that size is made
             yield chips.parse(f"{fleet.chip.name}-{count}")
-        except UserError:
-            pass  # no slice of that size is made
         count *= 2
 
 
-def _splits(config: Config, fleet: Fleet, remat: Sequence[str]) -> Iterator[Split]:
+def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
     for tensor in _divisors(fleet.devices):

@@ -7,9 +7,12 @@ cross_entropy/ takes the head whole in float32. They count what JAX keeps betwee
 """
 
 import dataclasses
+from typing import Literal
 
 from tpu_train.config import Config, ModelConfig
 from tpu_train.flops import layer_params, num_params
+
+Remat = Literal["none", "dots", "full"]
 
 FLOAT32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,7 +30,7 @@ class Split:
     fsdp: int = 1
     tensor: int = 1
     accumulation: int = 1
-    remat: str = "none"
+    remat: Remat = "none"
     dtype: str = "bfloat16"
 
     @property
@@ -96,20 +99,19 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
     """Bytes that the backward pass keeps of one layer; M = `tokens`, c = the compute dtype's bytes, t = tensor.
 
     full: the group's input, c M D for each group of layers in the window pattern.
-    dots: that, and the results of matmuls that the gradient reads: q, k, v, attention's output projection, the MLP's
-        first products. Gathered weights are gathered again.
+    dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
+        projection, the MLP's first products. Gathered weights are gathered again.
     none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
         product that reads it; q, k, v, attention's output twice (as heads and flat) and its float32 lse; the MLP's
         hidden values (gated: gate, act(gate), up, product; else: up, act(up)); q/k norm: three float32 [M, heads, H].
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
     M, c, t = tokens, split.width, split.tensor
-    inputs = c * M * D / len(model.window_pattern)
     if split.remat == "full":
-        return inputs
+        return c * M * D / len(model.window_pattern)
     first = 2 if model.gated_mlp else 1
     if split.remat == "dots":
-        return inputs + c * M * ((N + 2 * K) * H / t + D + first * F / t)
+        return c * M * (D + (N + 2 * K) * H / t + D + first * F / t)
     each = layer_params(model)
     total = c * (each["attention"] + each["mlp"]) / t
     total += 2 * 3 * FLOAT32 * M * D + (3 + first) * c * M * D
@@ -153,7 +155,9 @@ def training(config: Config, split: Split) -> Memory:
     running = weights if split.accumulation > 1 else 0.0
     table = model.vocab_size * model.model_dim / t
     logits = chunk_tokens(model, split, M) * (model.vocab_size // t) * (FLOAT32 + c)
-    loss = Memory(**state, gradients=running, activations=kept, logits=logits, transient=table * (8 + c), peak_in="loss")
+    loss = Memory(
+        **state, gradients=running, activations=kept, logits=logits, transient=table * (8 + c), peak_in="loss"
+    )
 
     group = len(model.window_pattern)
     whole = dataclasses.replace(split, remat="none")

@@ -49,10 +49,10 @@ class Block:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The resource that takes longest, and how many times as long as the next."""
+        """The resource that takes longest ("unknown" if none is known), and how many times as long as the next."""
         times = sorted(((getattr(self, name), name) for name in ("compute", "memory", "network")), reverse=True)
         (longest, name), (second, _) = times[:2]
-        return name, longest / second if second else float("inf")
+        return name if longest else "unknown", longest / second if second else float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
