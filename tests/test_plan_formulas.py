@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tpu_train import chips, layout
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.flops import num_params, train_flops_per_token
-from tpu_train.planning import advice, cost, memory, network, roofline
+from tpu_train.planning import advice, cost, memory, network, roofline, units
 from tpu_train.planning.memory import Split
 
 # D 8, N 2, K 1, H 4, F 16, V 32, two layers; rows of 4 tokens.
@@ -243,4 +243,29 @@ def test_twenty_tokens_a_parameter_is_its_own_optimum():
 def test_a_suggestion_is_one_that_the_trainer_takes(chip):
     config = large(64, 256, ModelConfig(512, 4, 64, 8, 4, None, 128))
     choice = advice.best(config, chips.parse(chip))
-    layout.check_fits(advice._with(config, choice.split), choice.split.sizes)
+    layout.check_fits(advice._cut(config, choice.split.accumulation), choice.split.sizes)
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        (units.count_text(0), "0"),
+        (units.count_text(0.133), "0.133"),
+        (units.count_text(999.7), "1000"),
+        (units.count_text(1000), "1k"),
+        (units.count_text(8_030_261_248), "8.03G"),
+        (units.count_text(7.7e23), "770Z"),
+        (units.bytes_text(15.75 * 2**30), "15.8 GiB"),
+        (units.bytes_text(0), "0 B"),
+        (units.seconds_text(0), "0 s"),
+        (units.seconds_text(3e-7), "0.3 us"),
+        (units.seconds_text(0.0456), "45.6 ms"),
+        (units.seconds_text(119), "119 s"),
+        (units.seconds_text(7200), "2.0 h"),
+        (units.plain_text(0.0366), "0.03660"),
+        (units.plain_text(5_854_912.69), "5,854,913"),
+        (units.known(None, str), "unknown"),
+    ],
+)
+def test_numbers_are_shown_for_people(shown, wanted):
+    assert shown == wanted

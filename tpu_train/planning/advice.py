@@ -53,8 +53,7 @@ def room(fleet: Fleet) -> float | None:
 
 def weigh(config: Config, fleet: Fleet, split: Split) -> Choice:
     """The memory and time of one way. Raises UserError where an array's dim does not divide."""
-    config = _with(config, split)
-    layout.check_fits(config, split.sizes)
+    layout.check_fits(_cut(config, split.accumulation), split.sizes)
     return Choice(split, memory.training(config, split), roofline.step(config, split, fleet), room(fleet))
 
 
@@ -69,7 +68,7 @@ def best(config: Config, fleet: Fleet, remat: Sequence[Remat] = REMAT) -> Choice
     """The fastest way that fits; where none fits, the one that needs least memory; None if no mesh divides."""
     fitting, least = None, None
     for split in _splits(config, fleet, remat):
-        need = memory.training(_with(config, split), split)
+        need = memory.training(config, split)
         limit = room(fleet)
         if limit is not None and need.total > limit:
             if least is None or need.total < least[0]:
@@ -164,7 +163,7 @@ def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Sp
                 split, count = None, 1
                 while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * fsdp) == 0:
                     split = dataclasses.replace(mesh, accumulation=count, remat=policy)
-                    if limit is None or memory.training(_with(config, split), split).total <= limit:
+                    if limit is None or memory.training(config, split).total <= limit:
                         break
                     count *= 2
                 if split is not None:
@@ -173,7 +172,7 @@ def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Sp
 
 def _divides(config: Config, split: Split, fleet: Fleet) -> bool:
     try:
-        layout.check_fits(_with(config, split), split.sizes)
+        layout.check_fits(_cut(config, split.accumulation), split.sizes)
     except UserError:
         return False
     return (split.data * split.fsdp * split.tensor) % fleet.slices == 0
@@ -183,9 +182,8 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _with(config: Config, split: Split) -> Config:
-    optim = dataclasses.replace(config.optim, accumulation_steps=split.accumulation)
-    return dataclasses.replace(config, optim=optim, model=dataclasses.replace(config.model, remat=split.remat))
+def _cut(config: Config, accumulation: int) -> Config:
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, accumulation_steps=accumulation))
 
 
 def _with_batch(config: Config, rows: int) -> Config:

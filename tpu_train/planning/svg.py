@@ -97,7 +97,7 @@ def roofline(peak: float, bandwidth: float, points: Sequence[tuple[str, float, f
         drawn.append(
             dot(*where, COLOURS[i % len(COLOURS)], f"{name}: {intensity:.0f} FLOPs a byte, {count_text(speed)} FLOP/s")
         )
-    drawn += _legend(plot, [name for name, _, _ in points])
+    drawn += _legend(plot, [name for name, _, _ in points], plot.left + 14)
     return picture(drawn, plot.height, "Roofline of a device")
 
 
@@ -124,7 +124,7 @@ def scaling(points: Sequence[tuple[int, float, float]], here: int, dominated_fro
         track = [plot.at(point[0], point[which]) for point in points if point[which] > 0]
         drawn.append(line(track, COLOURS[i], 2.5))
         drawn += [dot(*where, COLOURS[i]) for where in track]
-    drawn += _legend(plot, ["work", "traffic"])
+    drawn += _legend(plot, ["work", "traffic"], WIDTH - plot.right - 90)  # both fall, so this corner is free
     return picture(drawn, plot.height, "A step's work and traffic over the number of chips")
 
 
@@ -158,11 +158,11 @@ def line(points: Sequence[tuple[float, float]], colour: str, width: float = 1, d
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>'
 
 
-def _legend(plot: Plot, names: Sequence[str]) -> list[str]:
+def _legend(plot: Plot, names: Sequence[str], left: float) -> list[str]:
     parts, y = [], plot.top + 16
     for i, name in enumerate(names):
-        parts.append(rect(plot.left + 14, y + 18 * i - 10, 12, 12, COLOURS[i % len(COLOURS)]))
-        parts.append(text(plot.left + 32, y + 18 * i, name, INK, "start"))
+        parts.append(rect(left, y + 18 * i - 10, 12, 12, COLOURS[i % len(COLOURS)]))
+        parts.append(text(left + 18, y + 18 * i, name, INK, "start"))
     return parts
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tpu_train.planning.units import bytes_text, count_text, known, seconds_text
+from tpu_train.planning.units import bytes_text, count_text, known, plain_text, seconds_text
 
 BAR = 30  # characters of a full bar
 NO_CURVE = "none of 1, 2, 4, ... chips holds it at this batch"
@@ -118,16 +118,16 @@ def _cost(plan: dict[str, Any]) -> list[str]:
     each = plan["model"]["parameters"]
     return [
         f"cost of {count_text(cost['tokens'])} tokens at {cost['mfu']:.0%} MFU: {count_text(cost['flops'])} FLOPs, "
-        f"{seconds_text(cost['hours'] * 3600)}, {cost['chip_hours']:,.3g} chip-hours",
-        f"  energy of the chips: {known(cost['kwh'], lambda value: f'{value:,.1f} kWh')}"
+        f"{seconds_text(cost['hours'] * 3600)}, {plain_text(cost['chip_hours'])} chip-hours",
+        f"  energy of the chips: {known(cost['kwh'], lambda value: f'{plain_text(value)} kWh')}"
         + (f" at {cost['watts']:g} W: {table['watts']['source']}" if cost["watts"] is not None else "; give --watts"),
-        f"  money: {known(cost['usd'], lambda value: f'{value:,.2f} USD')}"
+        f"  money: {known(cost['usd'], lambda value: f'{plain_text(value)} USD')}"
         + (
             f" at {cost['usd_hour']:g} USD: {table['usd_hour']['source']}"
             if cost["usd"] is not None
             else "; give --price"
         ),
-        f"  {cost['tokens'] / each:.3g} tokens a parameter; a hint (arXiv:2203.15556): about 20 use compute best, "
+        f"  {count_text(cost['tokens'] / each)} tokens a parameter; a hint (arXiv:2203.15556): about 20 use compute best, "
         f"{count_text(plan['optimal']['tokens'])} tokens for this model, or {count_text(plan['optimal']['params'])} "
         "parameters for this compute",
     ]

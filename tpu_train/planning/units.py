@@ -1,12 +1,14 @@
 """Numbers for people."""
 
+import math
+
 
 def count_text(value: float) -> str:
     """1,234,567 as 1.23M; powers of 1,000."""
-    for power, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= power:
-            return f"{value / power:.3g}{letter}" if value < 999.5 * power else f"{value / power:.0f}{letter}"
-    return f"{value:.3g}"
+    power = max(0, min(8, int(math.log10(abs(value)) // 3))) if value else 0
+    scaled = value / 1000**power
+    digits = f"{scaled:.3g}" if abs(scaled) < 999.5 else f"{scaled:.0f}"  # no 1e+03
+    return digits + ("", *"kMGTPEZY")[power]
 
 
 def bytes_text(value: float) -> str:
@@ -26,6 +28,12 @@ def seconds_text(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-6:.3g} us" if value else "0 s"
+
+
+def plain_text(value: float) -> str:
+    """1,235 or 12.35 or 0.01235: all digits before the point, four in all at least."""
+    decimals = max(0, 3 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{decimals}f}"
 
 
 def known(value: float | None, text) -> str:
