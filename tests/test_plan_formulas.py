@@ -1,5 +1,6 @@
 """The plan's formulas of network, roofline, cost and advice: cases worked by hand, limits and monotonicity."""
 
+import dataclasses
 import itertools
 import math
 
@@ -36,6 +37,21 @@ def test_memory_of_a_case_worked_by_hand():
     # And three float32 of 8 x 8 for the final norm.
     assert memory.activations(TINY, split) == 2 * 128 + 3 * 256
     assert memory.cache_bytes_per_token(TINY.model, 2) == 2 * 2 * 1 * 4 * 2
+    # The worst moment is in the blocks. Gradients: 4 bytes of half of 2 * 576. Computed again, of one layer: weights
+    # 2*576, norms 6*4*64, their results 5*2*64, heads 2*8*32, lse 64, MLP 4*2*8*16, statistics 16*8 + 4*16; and the
+    # weights' gradients, 2*576.
+    parts = memory.training(TINY, split).parts
+    assert parts["transient"] == (1152 + 1536 + 640 + 512 + 64 + 1024 + 192) + 1152
+    assert (parts["gradients"], parts["activations"], parts["logits"]) == (2304, 2 * 128, 0)
+    # With a wide vocabulary it is in the loss if much is kept (8 tokens of 2^13 logits of 6 bytes; the head 6 bytes a
+    # weight), else in the embedding's gradient (10 bytes a weight).
+    wide = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, vocab_size=2**13))
+    assert memory.training(wide, split).peak_in == "embedding"
+    assert memory.training(wide, split).transient == 10 * 2**13 * 8
+    many = dataclasses.replace(wide, data=DataConfig(seq_len=4, batch_size=400))
+    assert memory.training(many, split).peak_in == "loss"
+    assert memory.training(many, split).transient == 6 * 2**13 * 8
+    assert memory.training(many, split).logits == 800 * 2**13 * 6
 
 
 def test_a_step_worked_by_hand():
@@ -85,13 +101,13 @@ def test_axes_get_their_sides_of_the_torus(text, sizes, gigabytes):
     assert {name: axes[name].fast_bytes / 1e9 for name in gigabytes} == gigabytes
 
 
-def test_slices_are_spanned_from_the_outside_and_cost_a_shard():
-    axes = network.axes(chips.parse("v5e-512"), {"data": 1, "fsdp": 32, "tensor": 16})
-    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(1, 1), (16, 2), (16, 1)]
+def test_slices_are_spanned_by_data_and_cost_a_shard():
+    axes = network.axes(chips.parse("v5e-512"), {"data": 32, "fsdp": 16, "tensor": 1})
+    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(16, 2), (16, 1), (1, 1)]
     # 1 GB: 15/16 of it at 100 GB/s within the slice, then half of a sixteenth at 3.125 GB/s.
-    assert axes["fsdp"].gather(1e9) == (pytest.approx(0.9375e9 / 100e9), pytest.approx(1e9 / 16 / 2 / 3.125e9))
-    assert axes["fsdp"].reduce(1e9) == tuple(2 * seconds for seconds in axes["fsdp"].gather(1e9))
-    with pytest.raises(UserError, match=r"data 3 x fsdp 1 x tensor 1 does not divide over 2 slices"):
+    assert axes["data"].gather(1e9) == (pytest.approx(0.9375e9 / 100e9), pytest.approx(1e9 / 16 / 2 / 3.125e9))
+    assert axes["data"].reduce(1e9) == tuple(2 * seconds for seconds in axes["data"].gather(1e9))
+    with pytest.raises(UserError, match=r"mesh.data=3 is not a multiple of the 2 slices; only data goes across"):
         network.axes(chips.parse("v5e-32", 2), {"data": 3, "fsdp": 1, "tensor": 1})
 
 

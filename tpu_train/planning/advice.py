@@ -175,7 +175,7 @@ def _divides(config: Config, split: Split, fleet: Fleet) -> bool:
         layout.check_fits(_cut(config, split.accumulation), split.sizes)
     except UserError:
         return False
-    return (split.data * split.fsdp * split.tensor) % fleet.slices == 0
+    return split.data % fleet.slices == 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -140,37 +140,31 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
 def training(config: Config, split: Split) -> Memory:
     """What a device holds in the worst moment of a step, which is one of three.
 
-    loss: every activation is kept, the head is there whole (over fsdp) in float32 and in the compute dtype, its float32
-        gradient adds up, and a chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
-        Gradients of the blocks are not there yet.
-    blocks: gradients are there; a group of layers is computed again with everything that remat none keeps, and its
-        weights' gradients leave their products whole (over fsdp) in the compute dtype.
-    embedding: gradients are there; the embedding's gradient is whole (over fsdp) in the compute dtype.
+    loss: every activation is kept; the head is whole (over fsdp) in the compute dtype, its gradient adds up in float32,
+        and a chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
+    blocks: their gradients are there; a group of layers is computed again with everything that remat none keeps, and
+        its weights' gradients leave their products whole (over fsdp) in the compute dtype.
+    embedding: the blocks' gradients are there; the head's is still whole in float32, and the embedding's is, in float32
+        where the rows are added up and in the compute dtype in which it is scattered.
     Micro-batches add a second set of gradients, since each is added to a running sum.
     """
     model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
     weights = FLOAT32 * sharded_params(model, split)
-    state = {"weights": weights, "moments": moments(config, split)}
-    kept = activations(config, split)
-    running = weights if split.accumulation > 1 else 0.0
-    table = model.vocab_size * model.model_dim / t
+    each, table, group = layer_params(model), model.vocab_size * model.model_dim / t, len(model.window_pattern)
+    matrices = each["attention"] + each["mlp"]
+    of_blocks = FLOAT32 * model.num_layers * matrices / (split.fsdp * t)
+    layers = model.num_layers * kept_by_layer(model, split, M)
     logits = chunk_tokens(model, split, M) * (model.vocab_size // t) * (FLOAT32 + c)
-    loss = Memory(
-        **state, gradients=running, activations=kept, logits=logits, transient=table * (8 + c), peak_in="loss"
+    again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M) if split.remat != "none" else 0.0
+    running = weights if split.accumulation > 1 else 0.0
+    peaks = (
+        # (gradients, activations, logits, transient, where)
+        (running, activations(config, split), logits, table * (FLOAT32 + c), "loss"),
+        (running + of_blocks, layers, 0.0, again + group * c * matrices / t, "blocks"),
+        (running + of_blocks, 0.0, 0.0, table * (2 * FLOAT32 + c), "embedding"),
     )
-
-    group = len(model.window_pattern)
-    whole = dataclasses.replace(split, remat="none")
-    again = 0.0 if split.remat == "none" else group * kept_by_layer(model, whole, M)
-    each = layer_params(model)
-    moved = again + group * c * (each["attention"] + each["mlp"]) / t
-    blocks = Memory(
-        **state, gradients=weights + running, activations=kept, logits=0.0, transient=moved, peak_in="blocks"
-    )
-    last = Memory(
-        **state, gradients=weights + running, activations=0.0, logits=0.0, transient=c * table, peak_in="embedding"
-    )
-    return max(loss, blocks, last, key=lambda memory: memory.total)
+    found = [Memory(weights, moments(config, split), *peak) for peak in peaks]
+    return max(found, key=lambda memory: memory.total)
 
 
 def cache_bytes_per_token(model: ModelConfig, width: float) -> float:

@@ -1,7 +1,7 @@
 """What a mesh axis gets of the network, and how long collectives over it take.
 
-A torus or a switch joins the chips of a slice; a slower network joins slices. `data` is the mesh's outermost axis and
-`tensor` its innermost, so slices are spanned by `data` first. Costs are those of rings that send both ways (Sharding
+A torus or a switch joins the chips of a slice; a slower network joins slices, and `data` alone spans them, since it
+sends least: each gradient once a step. Costs are those of rings that send both ways (Sharding
 chapter of How to Scale Your Model, jax-ml.github.io/scaling-book): gathering an array of V bytes over n devices takes
 V (n - 1) / n over the bytes a second that a device sends into the axis, whatever n; latency is left out.
 """
@@ -51,14 +51,12 @@ class Axis:
 
 
 def axes(fleet: Fleet, sizes: Mapping[str, int]) -> dict[str, Axis]:
-    """The network that each axis of a mesh of these sizes gets. Raises UserError if the mesh can't span the slices."""
-    slow, left = {}, fleet.slices
-    for name in ("data", "fsdp", "tensor"):
-        slow[name] = math.gcd(left, sizes[name])
-        left //= slow[name]
-    if left > 1:
-        said = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"a mesh of {said} does not divide over {fleet.slices} slices; set mesh.data={fleet.slices}")
+    """The network that each axis of a mesh of these sizes gets. Raises UserError if `data` can't span the slices."""
+    if sizes["data"] % fleet.slices:
+        raise UserError(
+            f"mesh.data={sizes['data']} is not a multiple of the {fleet.slices} slices; only data goes across slices"
+        )
+    slow = {"data": fleet.slices, "fsdp": 1, "tensor": 1}
     speeds = _fast_bytes(fleet, {name: sizes[name] // slow[name] for name in ("tensor", "fsdp", "data")})
     return {
         name: Axis(name, sizes[name] // slow[name], slow[name], speeds[name], fleet.chip.per_device("slow_bytes"))

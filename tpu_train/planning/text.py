@@ -127,7 +127,7 @@ def _cost(plan: dict[str, Any]) -> list[str]:
             if cost["usd"] is not None
             else "; give --price"
         ),
-        f"  {count_text(cost['tokens'] / each)} tokens a parameter; a hint (arXiv:2203.15556): about 20 use compute best, "
+        f"  {count_text(cost['tokens'] / each)} tokens a parameter; a hint (arXiv:2203.15556): about 20 are best, "
         f"{count_text(plan['optimal']['tokens'])} tokens for this model, or {count_text(plan['optimal']['params'])} "
         "parameters for this compute",
     ]
