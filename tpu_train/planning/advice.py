@@ -39,10 +39,18 @@ class Choice:
 
 
 def dtype_of(config: Config, fleet: Fleet) -> str:
-    """The compute dtype of the run on these chips; "auto" is what precision.AUTO says."""
+    """The compute dtype of the run on these chips; "auto" is what precision.AUTO says.
+
+    Raises UserError where precision.resolve would.
+    """
+    platform = fleet.chip.platform
+    if config.run.precision == "float16" and platform == "tpu":
+        raise UserError("run.precision=float16 has no TPU hardware; use bfloat16, which needs no loss scale")
+    if config.run.implementation == "pallas" and platform != "tpu":
+        raise UserError(f"run.implementation=pallas runs on TPUs, and {fleet.chip.name} is none; use xla or auto")
     if config.run.precision != "auto":
         return config.run.precision
-    return "float32" if fleet.chip.platform == "cpu" else "bfloat16"
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def room(fleet: Fleet) -> float | None:

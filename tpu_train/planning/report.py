@@ -174,6 +174,7 @@ def _scaling(config: Config, fleet: Fleet) -> dict[str, Any]:
     return {
         "points": [dataclasses.asdict(point) for point in points],
         "dominated_from": advice.dominated_from(points),
+        "network_known": fleet.chip.link_bytes is not None,
     }
 
 
