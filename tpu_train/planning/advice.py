@@ -35,6 +35,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
+        """Of a step with half of its traffic hidden."""
         return (self.step.best + self.step.worst) / 2
 
 
@@ -72,10 +73,10 @@ def own(config: Config, fleet: Fleet) -> Choice:
     return weigh(config, fleet, split)
 
 
-def best(config: Config, fleet: Fleet, remat: Sequence[Remat] = REMAT) -> Choice | None:
+def best(config: Config, fleet: Fleet) -> Choice | None:
     """The fastest way that fits; where none fits, the one that needs least memory; None if no mesh divides."""
     fitting, least = None, None
-    for split in _splits(config, fleet, remat):
+    for split in splits(config, fleet):
         need = memory.training(config, split)
         limit = room(fleet)
         if limit is not None and need.total > limit:
@@ -159,7 +160,7 @@ def _growing(fleet: Fleet, first: int) -> Iterator[Fleet]:
         count *= 2
 
 
-def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Split]:
+def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
     for tensor in _divisors(fleet.devices):
@@ -167,7 +168,7 @@ def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Sp
             mesh = Split(fleet.devices // tensor // fsdp, fsdp, tensor, dtype=dtype)
             if not _divides(config, mesh, fleet):
                 continue
-            for policy in remat:
+            for policy in REMAT:
                 split, count = None, 1
                 while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * fsdp) == 0:
                     split = dataclasses.replace(mesh, accumulation=count, remat=policy)

@@ -100,8 +100,8 @@ def _chips(fleet: Fleet, watts: float | None, usd: float | None, inputs: Inputs)
 
 
 def _memory(config: Config, choice: Choice) -> dict[str, Any]:
-    room, whole = choice.room, memory.Split()
-    state = 2 * memory.FLOAT32 * memory.sharded_params(config.model, whole) + memory.moments(config, whole)
+    room = choice.room
+    state = memory.state(config, memory.Split(dtype=choice.split.dtype))
     return {
         "parts": choice.memory.parts,
         "total": choice.memory.total,

@@ -47,8 +47,7 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
 
 
 def _state(config: Config, choice: Choice) -> str:
-    whole = memory.Split(dtype=choice.split.dtype)
-    size = 2 * memory.FLOAT32 * memory.sharded_params(config.model, whole) + memory.moments(config, whole)
+    size = memory.state(config, memory.Split(dtype=choice.split.dtype))
     text = f"weights, gradients and moments are {bytes_text(size)}"
     if choice.room is None:
         return f"{text}; the memory of this chip is unknown"
