@@ -32,10 +32,10 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
     for policy in advice.REMAT:
         if policy != split.remat:
             found.append(f"remat={split.remat}: {policy} {_against(config, fleet, choice, remat=policy)}")
-    if split.tensor > 1:
+    if split.tensor % 2 == 0:
         other = _against(config, fleet, choice, tensor=split.tensor // 2, fsdp=split.fsdp * 2)
         found.append(f"tensor={split.tensor}: tensor={split.tensor // 2} with fsdp={split.fsdp * 2} {other}")
-    if split.fsdp > 1 and split.fsdp % 2 == 0:
+    if split.fsdp % 2 == 0:
         other = _against(config, fleet, choice, fsdp=split.fsdp // 2, data=split.data * 2)
         found.append(f"fsdp={split.fsdp}: fsdp={split.fsdp // 2} with data={split.data * 2} {other}")
         other = _against(config, fleet, choice, fsdp=split.fsdp // 2, tensor=split.tensor * 2)
