@@ -44,6 +44,14 @@ call() {
   fi
 }
 
+# Prints the command after the first argument, fed with that argument, as lines to paste into a shell.
+show_fed() {
+  local input=$1 end=END
+  shift
+  while [[ $'\n'$input$'\n' == *$'\n'"$end"$'\n'* ]]; do end+=_; done
+  printf "%s <<'%s'\n%s\n%s\n" "$(quoted "$@")" "$end" "$input" "$end"
+}
+
 needs() { # program, where it comes from
   [[ -n $dry_run ]] || command -v "$1" >/dev/null || fail "$1 is not on PATH; $2"
 }
