@@ -41,9 +41,14 @@ A run continues after a preemption only if its workdir outlives the slice: a mou
 END
 }
 
-# gcloud compute tpus ..., in the zone and project.
+# gcloud compute tpus ..., in the zone and project. It is given nothing to read, since ssh would take what comes next.
 tpus() {
-  call gcloud compute tpus "$@" "--zone=$zone" ${project:+"--project=$project"}
+  local line=(gcloud compute tpus "$@" "--zone=$zone" ${project:+"--project=$project"})
+  if [[ -n $dry_run ]]; then
+    printf '%s </dev/null\n' "$(quoted "${line[@]}")"
+  else
+    "${line[@]}" </dev/null
+  fi
 }
 
 nodes() {
@@ -59,7 +64,7 @@ nodes() {
 on_hosts() {
   local node
   for node in $(nodes); do
-    tpus tpu-vm ssh "$node" --worker=all --quiet "--command=$1" </dev/null || return
+    tpus tpu-vm ssh "$node" --worker=all --quiet "--command=$1" || return
   done
 }
 
@@ -142,7 +147,7 @@ setup() {
   COPYFILE_DISABLE=1 call tar -czf "$archive" --exclude=__pycache__ -C "$repo" "${content[@]}" || return
   left="the hosts of $name may be set up in part; setup begins anew"
   for node in $(nodes); do
-    tpus tpu-vm scp "$archive" "$node:tpu-train.tgz" --worker=all --quiet </dev/null || return
+    tpus tpu-vm scp "$archive" "$node:tpu-train.tgz" --worker=all --quiet || return
   done
   on_hosts "{ [ ! -e tpu-train/launch/worker.sh ] || bash tpu-train/launch/worker.sh idle; } && mkdir -p tpu-train && \
 cd tpu-train && rm -rf $parts prepare.sh && tar -xzf ../tpu-train.tgz && bash launch/worker.sh setup"
@@ -168,7 +173,7 @@ follow() { # lines, as for tail -n
   set -m # a process group each, so that Ctrl-C ends each gcloud with its ssh
   for node in $(nodes); do
     tpus tpu-vm ssh "$node" --worker=all --quiet \
-      "--command=bash tpu-train/launch/worker.sh follow $1 $(quoted "$node")" </dev/null &
+      "--command=bash tpu-train/launch/worker.sh follow $1 $(quoted "$node")" &
     pids+=($!)
   done
   set +m

@@ -63,7 +63,7 @@ follow() { # lines, as for tail -n; label
     say "no command was started here"
     return 1
   fi
-  tail -n "$1" --pid="$(<.run/pid)" -f .run/log | while IFS= read -r line || [[ -n $line ]]; do
+  tail -s 0.2 -n "$1" --pid="$(<.run/pid)" -f .run/log | while IFS= read -r line || [[ -n $line ]]; do
     printf '%s%s\n' "${2:+[$2 w${HOSTNAME##*-w-}] }" "$line"
   done
   if ! status=$(cat .run/status 2>/dev/null); then
