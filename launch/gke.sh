@@ -107,6 +107,7 @@ spec:
         podFailurePolicy:
           rules:
           - action: FailJob
+            onPodConditions: [] # older JobSets want it
             onExitCodes:
               containerName: train
               operator: In

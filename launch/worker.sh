@@ -44,12 +44,13 @@ start() { # number of processes in the run, command...
 }
 
 supervise() {
-  local child status=0
+  local child='' asked='' status=0
   export TPU_TRAIN_PROCESSES=$1 PATH="$PWD/.venv/bin:$PATH"
   shift
+  trap 'asked=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
   "$@" &
   child=$!
-  trap 'kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
+  if [[ -n $asked ]]; then kill -TERM "$child"; fi
   while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait early
   wait "$child" || status=$?
   echo "$status" >.run/status.new

@@ -1,7 +1,7 @@
 """A copy of the launchers, a PATH that holds only what a test puts there, and a stand-in for gcloud.
 
-The stand-in writes each call down, answers as the test says, and runs what comes over ssh for real, in a folder for each
-host: launch/worker.sh, its processes and signals are the real ones.
+The stand-in writes each call down, answers as the test says, and runs what comes over ssh for real, in a folder for
+each host: launch/worker.sh, its processes and signals are the real ones.
 """
 
 import json
@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-TOOLS = (
-    "awk bash cat cp dirname env grep gzip head hostname mkdir mv rm sed setsid sh sleep sort tail tar touch tr true"
-).split()
+TOOLS = ["awk", "bash", "cat", "cp", "dirname", "env", "grep", "gzip", "head", "hostname", "mkdir", "mv", "rm", "sed"]
+TOOLS += ["setsid", "sh", "sleep", "sort", "tail", "tar", "touch", "tr", "true"]
 
 # What a user may write anywhere. Each must arrive as it is, as one argument, and make no file called owned.
 HOSTILE = [
@@ -62,10 +61,11 @@ if "await" in answer:
 if answer.get("wipe"):
     for host in cloud.glob("*-w[0-9]"):
         for pid in host.glob("tpu-train/.run/pid"):
-            subprocess.run(["pkill", "-KILL", "-s", pid.read_text().strip()], env=dict(PATH="/usr/bin:/bin"))
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
         shutil.rmtree(host)
 sys.stderr.write(answer.get("err", ""))
-print(answer.get("out", "ACTIVE" if verb == "queued-resources describe" else "READY" if verb == "tpu-vm describe" else ""))
+states = {"queued-resources describe": "ACTIVE", "tpu-vm describe": "READY"}
+print(answer.get("out", states.get(verb, "")))
 if answer.get("status"):
     sys.exit(answer["status"])
 if words[3] == "scp":
@@ -164,7 +164,9 @@ class Sandbox:
     def paste(self, commands: str) -> None:
         """Runs what a dry run printed."""
         environment = self.environment()
-        subprocess.run([self.bin / "bash", "-e"], input=commands, text=True, cwd=self.folder, env=environment, check=True)
+        subprocess.run(
+            [self.bin / "bash", "-e"], input=commands, text=True, cwd=self.folder, env=environment, check=True
+        )
 
     def calls(self) -> list[list[str]]:
         """The arguments of each call so far, and forgets them."""

@@ -70,7 +70,8 @@ def test_what_costs_or_destroys_asks(sandbox, action):
     assert result.returncode == 2
     assert "no terminal to ask on: add --yes" in result.stderr
     no = sandbox.run_answering("n\n", "tpu_vm.sh", action, *SLICE)
-    assert (no.returncode, no.stderr.splitlines()[-1]) == (1, f"{no.stderr.splitlines()[-1].partition('tpu_vm')[0]}tpu_vm.sh: nothing done")
+    assert no.returncode == 1
+    assert no.stderr.endswith("tpu_vm.sh: nothing done\n")
     assert sandbox.calls() == []
     assert sandbox.run_answering("yes\n", "tpu_vm.sh", action, *SLICE).returncode == 0
     assert sandbox.verbs()[0] == f"queued-resources {action}"
@@ -131,9 +132,8 @@ def test_the_command_arrives_as_it_was_written(ready):
 def test_run_shows_the_output_and_keeps_the_exit_code(ready):
     result = tpu(ready, "run", "--", "bash", "-c", "echo out; echo err >&2; pwd; exit 3")
     assert result.returncode == 3
-    assert result.stdout.split() == ["out", "err", str(ready.cloud / "run1-w0" / "tpu-train")] or (
-        "out" in result.stdout and "err" in result.stdout and "result" not in result.stdout
-    )
+    tree = ready.cloud / "run1-w0" / "tpu-train"
+    assert [line for line in result.stdout.splitlines() if line][:3] == ["out", "err", str(tree)]
     again = tpu(ready, "logs", "--lines=1")
     assert again.returncode == 3
     assert "tpu-train" in again.stdout
@@ -203,7 +203,9 @@ def test_bad_input_is_one_line_and_calls_nothing(sandbox, flag, word):
 
 
 def test_flags_come_from_a_file_too(sandbox):
-    (sandbox.folder / "slice").write_text("# of ours\n--name=other\n\n--zone=$(touch owned)\n--topology=v5e:2x2\n--spot")
+    (sandbox.folder / "slice").write_text(
+        "# of ours\n--name=other\n\n--zone=$(touch owned)\n--topology=v5e:2x2\n--spot"
+    )
     result = sandbox.run("tpu_vm.sh", "create", "--flagfile=slice", "--zone=us-west4-a", "--yes", "--poll=0")
     assert result.returncode == 0, result.stderr
     assert {"other", "--accelerator-type=v5litepod-4", "--spot", "--zone=us-west4-a"} <= set(sandbox.calls()[0])
