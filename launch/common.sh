@@ -113,6 +113,7 @@ set_flag() {
   elif [[ $1 != *=?* ]]; then
     refuse "--$flag needs a value: --$flag=..."
   elif [[ $flag == create_flag ]]; then
+    [[ $1 == --create_flag=--* ]] || refuse "--create_flag takes a flag of gcloud's, such as --create_flag=--network=NAME"
     create_flags+=("${1#*=}")
   else
     printf -v "$flag" %s "${1#*=}"
@@ -173,11 +174,13 @@ show_cost() {
     from="list price on demand, us-central1, read 2026-11-30; other regions differ, see --price"
     if [[ -n $spot ]]; then most="at most " from+="; spot costs less"; fi
   fi
+  # awk, since a price has a fraction.
   say "$(LC_ALL=C awk -v chips="$chips" -v slices="$slices" -v each="$each" -v hours="$hours" -v most="$most" \
     -v topology="$topology" -v from="$from" 'BEGIN {
       hour = chips * slices * each
-      printf "%s: %d chips x %d slices x $%.2f a chip-hour (%s): %s$%.2f an hour, $%.2f a day",
-        topology, chips, slices, each, from, most, hour, 24 * hour
+      printf "%s: %d chips x ", topology, chips
+      if (slices > 1) printf "%d slices x ", slices
+      printf "$%.2f a chip-hour (%s): %s$%.2f an hour, $%.2f a day", each, from, most, hour, 24 * hour
       if (hours != "") printf ", $%.2f in %s hours", hours * hour, hours
     }'), for as long as it exists"
 }

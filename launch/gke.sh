@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on TPU slices of a GKE cluster: writes a JobSet, one job a slice and one pod a host, and hands it to kubectl, or
-# the same run to xpk. `usage` below says how. The cluster and its TPU node pools are there already.
+# the same run to xpk. `usage` below says how. The cluster, with JobSet and TPU node pools, is there already.
 #
 # Users' values stand in the manifest as JSON strings, which YAML reads as they are.
 set -euo pipefail
@@ -57,7 +57,17 @@ json() {
   printf '%s"' "$out"
 }
 
-# The same inside a container's command, where Kubernetes reads $(NAME) as a variable and $$ as $.
+# Characters that YAML won't take as they are, beyond ASCII: C1 controls, its further line breaks, byte order marks.
+check_text() {
+  local LC_ALL=C
+  case $1 in
+  *$'\xc2'[$'\x80'-$'\x9f']* | *$'\xe2\x80'[$'\xa8\xa9']* | *$'\xef\xbb\xbf'* | *$'\xef\xbf'[$'\xbe\xbf']*)
+    refuse "a manifest can't carry the control characters in $(quoted "$1")"
+    ;;
+  esac
+}
+
+# A JSON string inside a container's command, where Kubernetes reads $(NAME) as a variable and $$ as $.
 json_argument() {
   local rest=$1 doubled=''
   while [[ $rest == *\$* ]]; do
@@ -200,7 +210,7 @@ xpk_create() {
 }
 
 main() {
-  local action=${1:-}
+  local text action=${1:-}
   case $action in
   -h | --help | help)
     usage
@@ -215,6 +225,9 @@ main() {
   parse_flags "name topology slices image bucket queue service_account namespace context restarts price hours cluster zone \
 project" "spot yes dry_run" "$@"
   check_name
+  for text in "$image" "$bucket" "$queue" "$service_account" "$namespace" ${command[@]+"${command[@]}"}; do
+    check_text "$text"
+  done
   kube_flags=(${context:+"--context=$context"} ${namespace:+"--namespace=$namespace"})
   case $action in
   manifest | create | xpk)

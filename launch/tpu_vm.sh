@@ -68,14 +68,19 @@ on_hosts() {
   done
 }
 
-worker() { on_hosts "bash tpu-train/launch/worker.sh $(quoted "$@")"; }
+worker_line() {
+  printf '%s' "[ -e tpu-train/launch/worker.sh ] || { echo 'nothing is installed on this host: run setup first' >&2; exit 1; }; "
+  printf '%s' "bash tpu-train/launch/worker.sh $(quoted "$@")"
+}
+
+worker() { on_hosts "$(worker_line "$@")"; }
 
 # `left` says what Ctrl-C leaves behind.
-interrupted() {
+interrupted() { # exit code
   local child
   for child in $(jobs -p); do kill -TERM -- "-$child" 2>/dev/null || true; done
   say "stopped; $left"
-  exit 130
+  exit "$1"
 }
 
 request() {
@@ -172,8 +177,7 @@ follow() { # lines, as for tail -n
   fi
   set -m # a process group each, so that Ctrl-C ends each gcloud with its ssh
   for node in $(nodes); do
-    tpus tpu-vm ssh "$node" --worker=all --quiet \
-      "--command=bash tpu-train/launch/worker.sh follow $1 $(quoted "$node")" &
+    tpus tpu-vm ssh "$node" --worker=all --quiet "--command=$(worker_line follow "$1" "$node")" &
     pids+=($!)
   done
   set +m
@@ -194,10 +198,10 @@ is_lost() {
 }
 
 # Prints lost, running, the command's exit code (the first that is not 0), or nothing if the hosts can't be reached.
-# A spot slice is looked at a few times before a failure counts as the command's: hosts go before the state says so.
+# On a spot slice a failure counts as the command's only at the third look: hosts go before the state says so.
 outcome() {
   local results lost look
-  for look in 1 2 3; do
+  for ((look = 1; look <= 10; look++)); do
     lost=0
     is_lost || lost=$?
     if ((lost == 0)); then
@@ -209,7 +213,7 @@ outcome() {
       case $results in
       0) echo 0 && return ;;
       *running*) echo running && return ;;
-      *) if [[ -z $spot ]] || ((look == 3)); then grep -vx 0 <<<"$results" | head -n 1 && return; fi ;;
+      *) if [[ -z $spot ]] || ((look >= 3)); then grep -vx 0 <<<"$results" | head -n 1 && return; fi ;;
       esac
     fi
     sleep "$poll"
@@ -219,12 +223,8 @@ outcome() {
 run() {
   local ended lines=+1
   start || return
-  if [[ -n $dry_run ]]; then
-    follow "$lines"
-    return
-  fi
   while true; do
-    follow "$lines" || true
+    if follow "$lines"; then return; fi
     ended=$(outcome)
     case $ended in
     lost) recreate || return ;;
@@ -249,7 +249,7 @@ recreate() {
     tpus queued-resources delete "$name" --force --quiet || return
     request || return
     if wait_until_active && setup && start; then return; fi
-    is_lost || return 1
+    is_lost || fail "the command could not be started again on $name (above); $name costs until delete"
   done
 }
 
@@ -299,7 +299,8 @@ main() {
   case $action in create | run) check_processes "$processes" "one host, such as --topology=v6e:2x4" ;; esac
   needs gcloud "install the Google Cloud CLI: cloud.google.com/sdk/docs/install"
   left="nothing was begun"
-  trap interrupted INT TERM
+  trap 'interrupted 130' INT
+  trap 'interrupted 143' TERM
   case $action in
   logs) follow "$lines" ;;
   stop) worker stop ;;

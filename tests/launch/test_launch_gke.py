@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from launch_sandbox import HOSTILE, ROOT
 
 RUN = ("--name=run1", "--topology=v6e:2x4", "--image=registry/image:1")
@@ -129,12 +131,25 @@ def expand(text, variables):
 
 
 def test_values_arrive_as_they_were_written(sandbox):
-    values = [text for text in HOSTILE]
+    values = list(HOSTILE)
     jobset = manifest(sandbox, "--image=i $(touch owned)\n- x: y", "--bucket='\"b", command=("--", *values))
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == "i $(touch owned)\n- x: y"
     assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "'\"b"
     assert [expand(word, {"HOME": "/root"}) for word in pod["containers"][0]["command"]] == values
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=1, max_size=20))
+def test_any_text_arrives_or_is_refused(sandbox, words):
+    result = sandbox.run("gke.sh", "manifest", *RUN, "--", *words)
+    if result.returncode:
+        assert result.returncode == 2
+        assert re.search("[\x80-\x9f\u2028\u2029\ufeff\ufffe\uffff]", "".join(words))
+        assert "can't carry the control characters" in result.stderr
+        return
+    pod = yaml.safe_load(result.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [expand(word, {}) for word in pod["containers"][0]["command"]] == words
 
 
 def test_create_shows_the_cost_and_hands_the_manifest_over(cluster):

@@ -43,7 +43,7 @@ def test_create_shows_the_cost_requests_and_waits(sandbox):
     sandbox.answer({"queued-resources describe": waiting})
     result = tpu(sandbox, "create", "--yes", "--hours=10", "--spot", "--create_flag=--network=n")
     assert result.returncode == 0, result.stderr
-    assert "8 chips x 1 slices x $2.70 a chip-hour (list price" in result.stderr
+    assert "8 chips x $2.70 a chip-hour (list price" in result.stderr
     assert "at most $21.60 an hour, $518.40 a day, $216.00 in 10 hours" in result.stderr
     assert [line for line in result.stderr.splitlines() if "run1: " in line] == [
         f"tpu_vm.sh: run1: {state['out']}" for state in waiting
@@ -140,6 +140,14 @@ def test_run_shows_the_output_and_keeps_the_exit_code(ready):
     assert "out\n" not in again.stdout
 
 
+def test_hosts_without_set_up_and_logs_without_a_run_say_so(sandbox):
+    result = tpu(sandbox, "run", *TRAIN)
+    assert result.returncode == 1
+    assert "nothing is installed on this host: run setup first" in result.stderr
+    assert tpu(sandbox, "setup").returncode == 0
+    assert "no command was started here" in tpu(sandbox, "logs").stderr
+
+
 def test_one_failing_host_fails_the_run(two_hosts):
     command = 'echo "of $TPU_TRAIN_PROCESSES"; [[ $LABEL != run1-w1 ]] || { echo broken; exit 7; }'
     result = tpu(two_hosts, "run", "--topology=v6e:4x4", "--", "bash", "-c", command, HOSTS="2")
@@ -189,6 +197,7 @@ def test_several_processes_are_refused_until_training_joins_them(sandbox, action
         ("--zone", "--zone needs a value"),
         ("--yes=no", "--yes takes no value"),
         ("yes", "flags look like --name=value"),
+        ("--create_flag=network", "--create_flag takes a flag of gcloud's"),
         ("--prepare=no file", "no file 'no file'"),
         ("--flagfile=none", "no flag file 'none'"),
     ],
