@@ -209,8 +209,24 @@ xpk_create() {
     "--max-restarts=$restarts" ${spot:+--spot} "--command=$line"
 }
 
+# What the actions that start a run need.
+check_run() { # action
+  read_topology
+  check_number slices "$slices" 1
+  check_number restarts "$restarts" 0
+  check_amount price "$price"
+  check_amount hours "$hours"
+  [[ -n $image ]] || refuse "--image is missing; launch/Dockerfile builds one"
+  ((${#command[@]})) || refuse "$1 needs a command after --, such as: -- tpu-train train --config=configs/tiny.py"
+  # xpk has hosts of 4 chips at most.
+  if [[ $1 == xpk ]] && ((chips_per_host == 8)); then hosts=2; fi
+  if ((hosts == 1 && slices > 1)); then refuse "GKE joins only slices of several hosts, and $topology is one host"; fi
+  processes=$((hosts * slices))
+  check_processes "$processes" "one host, such as --topology=v6e:2x2"
+}
+
 main() {
-  local text action=${1:-}
+  local text action=${1:-} known="name topology slices image bucket queue service_account namespace context restarts"
   case $action in
   -h | --help | help)
     usage
@@ -222,44 +238,29 @@ main() {
     exit 2
     ;;
   esac
-  parse_flags "name topology slices image bucket queue service_account namespace context restarts price hours cluster zone \
-project" "spot yes dry_run" "$@"
+  parse_flags "$known price hours cluster zone project" "spot yes dry_run" "$@"
   check_name
   for text in "$image" "$bucket" "$queue" "$service_account" "$namespace" ${command[@]+"${command[@]}"}; do
     check_text "$text"
   done
-  kube_flags=(${context:+"--context=$context"} ${namespace:+"--namespace=$namespace"})
   case $action in
-  manifest | create | xpk)
-    read_topology
-    check_number slices "$slices" 1
-    check_number restarts "$restarts" 0
-    check_amount price "$price"
-    check_amount hours "$hours"
-    [[ -n $image ]] || refuse "--image is missing; launch/Dockerfile builds one"
-    ((${#command[@]})) || refuse "$action needs a command after --, such as: -- tpu-train train --config=configs/tiny.py"
-    # xpk has hosts of 4 chips at most.
-    if [[ $action == xpk ]] && ((chips_per_host == 8)); then hosts=2; fi
-    if ((hosts == 1 && slices > 1)); then refuse "GKE joins only slices of several hosts, and $topology is one host"; fi
-    processes=$((hosts * slices))
-    check_processes "$processes" "one host, such as --topology=v6e:2x2"
-    ;;
+  manifest | create | xpk) check_run "$action" ;;
   *) ((${#command[@]} == 0)) || refuse "$action takes no command after --" ;;
   esac
   case $action in
-  manifest) manifest ;;
-  xpk)
-    needs xpk "install it with pip: github.com/AI-Hypercomputer/xpk"
-    xpk_create
-    ;;
+  manifest) ;;
+  xpk) needs xpk "install it with pip: github.com/AI-Hypercomputer/xpk" ;;
   *) needs kubectl "install it: kubernetes.io/docs/tasks/tools" ;;
   esac
+  kube_flags=(${context:+"--context=$context"} ${namespace:+"--namespace=$namespace"})
+  local mine="--selector=jobset.sigs.k8s.io/jobset-name=$name"
   case $action in
-  create) create ;;
-  logs) kube logs "--selector=jobset.sigs.k8s.io/jobset-name=$name" --container=train --follow --prefix --tail=100 --max-log-requests=1000 ;;
+  manifest | create) "$action" ;;
+  xpk) xpk_create ;;
+  logs) kube logs "$mine" --container=train --follow --prefix --tail=100 --max-log-requests=1000 ;;
   status)
     kube get jobset "$name"
-    kube get pods "--selector=jobset.sigs.k8s.io/jobset-name=$name" --output=wide
+    kube get pods "$mine" --output=wide
     ;;
   delete)
     confirm "Delete the JobSet $name with its pods?"

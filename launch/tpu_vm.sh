@@ -69,8 +69,8 @@ on_hosts() {
 }
 
 worker_line() {
-  printf '%s' "[ -e tpu-train/launch/worker.sh ] || { echo 'nothing is installed on this host: run setup first' >&2; exit 1; }; "
-  printf '%s' "bash tpu-train/launch/worker.sh $(quoted "$@")"
+  local unless="{ echo 'nothing is installed on this host: run setup first' >&2; exit 1; }"
+  echo "[ -e tpu-train/launch/worker.sh ] || $unless; bash tpu-train/launch/worker.sh $(quoted "$@")"
 }
 
 worker() { on_hosts "$(worker_line "$@")"; }
@@ -185,30 +185,31 @@ follow() { # lines, as for tail -n
   return "$status"
 }
 
-# 0 if a slice is gone, 1 if all are there, 2 if that can't be told now.
-is_lost() {
+# Prints there, lost or deleted, for all slices together; fails if that can't be told now. What the user deletes from
+# elsewhere must stay deleted.
+whereabouts() {
   local node state
-  state=$(queue_state) || return 2
-  [[ $state == ACTIVE ]] || return 0
+  state=$(tpus queued-resources describe "$name" '--format=value(state.state,state.stateInitiator)') || return
+  case $state in
+  ACTIVE*) ;;
+  DELETING* | *USER) echo deleted && return ;;
+  *) echo lost && return ;;
+  esac
   for node in $(nodes); do
-    state=$(tpus tpu-vm describe "$node" '--format=value(state)') || return 2
-    case $state in PREEMPTED | TERMINATED | STOPPED | STOPPING | DELETING) return 0 ;; esac
+    state=$(tpus tpu-vm describe "$node" '--format=value(state)') || return
+    case $state in PREEMPTED | TERMINATED) echo lost && return ;; esac
   done
-  return 1
+  echo there
 }
 
-# Prints lost, running, the command's exit code (the first that is not 0), or nothing if the hosts can't be reached.
-# On a spot slice a failure counts as the command's only at the third look: hosts go before the state says so.
+# Prints lost, deleted, running, the command's exit code (the first that is not 0), or nothing if the hosts can't be
+# reached. On a spot slice a failure counts as the command's only at the third look: hosts go before the state says so.
 outcome() {
-  local results lost look
+  local where results look
   for ((look = 1; look <= 10; look++)); do
-    lost=0
-    is_lost || lost=$?
-    if ((lost == 0)); then
-      echo lost
-      return
-    fi
-    if ((lost == 1)) && results=$(worker result); then
+    where=$(whereabouts) || where=unknown
+    case $where in lost | deleted) echo "$where" && return ;; esac
+    if [[ $where == there ]] && results=$(worker result); then
       results=$(sed -n 's/^result=//p' <<<"$results" | LC_ALL=C sort -u)
       case $results in
       0) echo 0 && return ;;
@@ -228,6 +229,7 @@ run() {
     ended=$(outcome)
     case $ended in
     lost) recreate || return ;;
+    deleted) fail "$name was deleted" ;;
     running)
       say "lost sight of the command; following it again"
       sleep "$poll"
@@ -249,7 +251,7 @@ recreate() {
     tpus queued-resources delete "$name" --force --quiet || return
     request || return
     if wait_until_active && setup && start; then return; fi
-    is_lost || fail "the command could not be started again on $name (above); $name costs until delete"
+    [[ $(whereabouts) == lost ]] || fail "the command could not be started again on $name (above); $name costs until delete"
   done
 }
 

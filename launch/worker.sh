@@ -45,7 +45,7 @@ start() { # number of processes in the run, command...
 
 supervise() {
   local child='' asked='' status=0
-  export TPU_TRAIN_PROCESSES=$1 PATH="$PWD/.venv/bin:$PATH"
+  export TPU_TRAIN_PROCESSES=$1 PYTHONUNBUFFERED=1 PATH="$PWD/.venv/bin:$PATH"
   shift
   trap 'asked=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
   "$@" &

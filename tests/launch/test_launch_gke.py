@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from launch_sandbox import HOSTILE, ROOT
 
@@ -141,6 +141,9 @@ def test_values_arrive_as_they_were_written(sandbox):
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=1, max_size=20))
+@example(["a\u2028b"])
+@example(["\x85"])
+@example(["\U0001f600", "\x7f\x1b"])
 def test_any_text_arrives_or_is_refused(sandbox, words):
     result = sandbox.run("gke.sh", "manifest", *RUN, "--", *words)
     if result.returncode:

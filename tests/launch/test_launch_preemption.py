@@ -8,7 +8,7 @@ from launch_sandbox import Sandbox
 SLICE = ("--name=run1", "--zone=us-east5-b", "--topology=v6e:2x4", "--poll=0", "--spot")
 # Counts its starts in a place that outlives the slice, and ends well at the second.
 TRAIN = 'echo start >>"$OUTLIVES"; [[ $(grep -c start "$OUTLIVES") == 1 ]] || exit 0; echo training; sleep 60'
-LOST = [{"out": "SUSPENDED"}, {"out": "PROVISIONING"}, {"out": "ACTIVE"}]
+LOST = [{"out": "SUSPENDED\tSERVICE"}, {"out": "PROVISIONING"}, {"out": "ACTIVE"}]
 
 
 @pytest.fixture
@@ -72,6 +72,15 @@ def test_recreating_asks(ready):
     assert result.returncode == 2
     assert "Delete what is left of run1 and request it again? There is no terminal" in result.stderr
     assert "queued-resources delete" not in ready.verbs()
+
+
+@pytest.mark.parametrize("state", ["SUSPENDING\tUSER", "DELETING"])
+def test_what_was_deleted_from_elsewhere_stays_deleted(ready, state):
+    ready.answer({"tpu-vm ssh follow": [preempted(ready)], "queued-resources describe": [{"out": state}]})
+    result = run(ready, "--yes", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "tpu_vm.sh: run1 was deleted"
+    assert "queued-resources create" not in ready.verbs()
 
 
 def test_restarts_are_limited(ready):
