@@ -53,7 +53,8 @@ with (cloud / "lock").open("w") as lock:
     answers = json.loads((cloud / "answers").read_text())
     mine = answers.get(verb, [dict()])
     answer = mine.pop(0) if len(mine) > 1 else mine[0]
-    (cloud / "answers").write_text(json.dumps(answers))
+    (cloud / "answers.new").write_text(json.dumps(answers))
+    os.replace(cloud / "answers.new", cloud / "answers")  # Ctrl-C may come between
 hosts = [cloud / (node.partition(":")[0] + "-w%d" % i) for i in range(int(os.environ.get("HOSTS", 1)))]
 if "await" in answer:
     while not Path(answer["await"]).exists():

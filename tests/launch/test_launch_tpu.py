@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import tarfile
 import time
 
@@ -275,7 +276,22 @@ def test_ctrl_c_leaves_the_command_running_and_stop_ends_it(ready):
     busy = [tpu(ready, "run", *TRAIN), tpu(ready, "setup")]
     assert [result.returncode for result in busy] == [1, 1]
     assert all("runs on" in result.stderr and "already" in result.stderr for result in busy)
+    twice = subprocess.run([tree / "launch" / "worker.sh", "start", "1", "true"], env=ready.environment(), check=False)
+    assert twice.returncode == 1
     assert not (tree / "saved").exists()
     assert tpu(ready, "stop").returncode == 0
     assert (tree / "saved").exists()
     assert (tree / ".run" / "status").read_text() == "143\n"
+
+
+def test_ctrl_c_ends_the_view_of_every_slice(two_hosts):
+    slices = ("--topology=v6e:4x4", "--slices=2")
+    assert tpu(two_hosts, "setup", *slices).returncode == 0
+    command = ("--", "bash", "-c", "exec sleep 60")
+    process = two_hosts.start("tpu_vm.sh", "run", *SLICE, *slices, *command)
+    while (two_hosts.cloud / "calls").read_text().count("worker.sh follow") < 2:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)  # ends when nothing writes any more
+    assert process.returncode == 130
+    assert tpu(two_hosts, "stop", *slices).returncode == 0
