@@ -4,10 +4,12 @@ The stand-in writes each call down, answers as the test says, and runs what come
 each host: launch/worker.sh, its processes and signals are the real ones.
 """
 
+import contextlib
 import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +36,8 @@ HOSTILE = [
     "{{ x }} : - @",
 ]
 
-# Answers are {verb: [answer, ...]}; the last one stays. wipe: the hosts are gone, as after a preemption.
+# Answers are {verb: [answer, ...]}; the last one stays. Before it answers it waits for the file `await` and makes the
+# file `touch`; wipe: the hosts are gone, as after a preemption.
 GCLOUD = r"""#!{python} -IS
 import fcntl, json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
@@ -59,10 +62,15 @@ hosts = [cloud / (node.partition(":")[0] + "-w%d" % i) for i in range(int(os.env
 if "await" in answer:
     while not Path(answer["await"]).exists():
         time.sleep(0.02)
+if "touch" in answer:
+    Path(answer["touch"]).touch()
 if answer.get("wipe"):
     for host in cloud.glob("*-w[0-9]"):
         for pid in host.glob("tpu-train/.run/pid"):
-            os.killpg(int(pid.read_text()), signal.SIGKILL)
+            try:
+                os.killpg(int(pid.read_text()), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         shutil.rmtree(host)
 sys.stderr.write(answer.get("err", ""))
 states = {"queued-resources describe": "ACTIVE", "tpu-vm describe": "READY"}
@@ -168,6 +176,14 @@ class Sandbox:
         subprocess.run(
             [self.bin / "bash", "-e"], input=commands, text=True, cwd=self.folder, env=environment, check=True
         )
+
+    def end_commands(self) -> None:
+        """Kills what a failed test left running on the hosts."""
+        for file in self.cloud.glob("*/tpu-train/.run/pid"):
+            pid = int(file.read_text())
+            with contextlib.suppress(OSError):
+                if b"worker.sh" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.killpg(pid, signal.SIGKILL)
 
     def calls(self) -> list[list[str]]:
         """The arguments of each call so far, and forgets them."""

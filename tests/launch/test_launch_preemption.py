@@ -7,7 +7,7 @@ from launch_sandbox import Sandbox
 
 SLICE = ("--name=run1", "--zone=us-east5-b", "--topology=v6e:2x4", "--poll=0", "--spot")
 # Counts its starts in a place that outlives the slice, and ends well at the second.
-TRAIN = 'echo start >>"$OUTLIVES"; [[ $(grep -c start "$OUTLIVES") == 1 ]] || exit 0; echo training; sleep 60'
+TRAIN = 'echo start >>"$OUTLIVES"; touch "$BEGUN"; [[ $(grep -c start "$OUTLIVES") == 1 ]] || exit 0; echo training; sleep 60'
 LOST = [{"out": "SUSPENDED\tSERVICE"}, {"out": "PROVISIONING"}, {"out": "ACTIVE"}]
 
 
@@ -21,7 +21,7 @@ def ready(sandbox) -> Sandbox:
 def run(sandbox, *flags, command=TRAIN):
     outlives = sandbox.folder / "bucket"
     outlives.touch()
-    more = {"OUTLIVES": str(outlives)}
+    more = {"OUTLIVES": str(outlives), "BEGUN": str(sandbox.folder / "begun")}
     return sandbox.run("tpu_vm.sh", "run", *SLICE, *flags, "--", "bash", "-c", command, **more)
 
 
@@ -38,7 +38,7 @@ def test_a_preempted_run_is_requested_set_up_and_started_again(ready):
             "queued-resources describe": LOST,
         }
     )
-    result = run(ready, "--yes", "--create_flag=--network=n", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready, "--yes", "--create_flag=--network=n")
     assert result.returncode == 0, result.stderr
     assert "run1 was preempted; 19 restarts are left" in result.stderr
     calls = ready.calls()
@@ -61,14 +61,14 @@ def test_a_node_that_says_preempted_counts_before_its_request_does(ready):
             "tpu-vm describe": [{"out": "PREEMPTED"}, {"out": "READY"}],
         }
     )
-    result = run(ready, "--yes", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready, "--yes")
     assert result.returncode == 0, result.stderr
     assert "run1 was preempted" in result.stderr
 
 
 def test_recreating_asks(ready):
     ready.answer({"tpu-vm ssh follow": [preempted(ready)], "queued-resources describe": LOST})
-    result = run(ready, command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready)
     assert result.returncode == 2
     assert "Delete what is left of run1 and request it again? There is no terminal" in result.stderr
     assert "queued-resources delete" not in ready.verbs()
@@ -77,7 +77,7 @@ def test_recreating_asks(ready):
 @pytest.mark.parametrize("state", ["SUSPENDING\tUSER", "DELETING"])
 def test_what_was_deleted_from_elsewhere_stays_deleted(ready, state):
     ready.answer({"tpu-vm ssh follow": [preempted(ready)], "queued-resources describe": [{"out": state}]})
-    result = run(ready, "--yes", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready, "--yes")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == "tpu_vm.sh: run1 was deleted"
     assert "queued-resources create" not in ready.verbs()
@@ -104,7 +104,7 @@ def test_preempted_again_while_it_is_recreated_goes_on(ready):
             "queued-resources describe": [{"out": state} for state in states],
         }
     )
-    result = run(ready, "--yes", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready, "--yes")
     assert result.returncode == 0, result.stderr
     assert "18 restarts are left" in result.stderr
     assert ready.verbs().count("queued-resources create") == 2
@@ -118,18 +118,18 @@ def test_no_quota_for_the_second_request_ends_the_run_with_gclouds_words(ready):
             "queued-resources create": [{"status": 6, "err": "ERROR: quota\n"}],
         }
     )
-    result = run(ready, "--yes", command=f'touch "{ready.folder}/begun"; {TRAIN}')
+    result = run(ready, "--yes")
     assert result.returncode == 6
     assert "ERROR: quota" in result.stderr
 
 
 def test_a_broken_connection_is_taken_up_again(ready):
-    begun = ready.folder / "begun"
-    ready.answer({"tpu-vm ssh follow": [{"await": str(begun), "status": 255}, {}]})
-    result = run(ready, command=f'echo one; touch "{begun}"; sleep 0.7; echo two; exit 4')
+    begun, back = ready.folder / "begun", ready.folder / "back"
+    ready.answer({"tpu-vm ssh follow": [{"await": str(begun), "status": 255}, {"touch": str(back)}]})
+    result = run(ready, command=f'echo one; touch "{begun}"; until [[ -e "{back}" ]]; do sleep 0.1; done; exit 4')
     assert result.returncode == 4
     assert "lost sight of the command; following it again" in result.stderr
-    assert "two" in result.stdout
+    assert "one" in result.stdout
     assert "queued-resources delete" not in ready.verbs()
 
 

@@ -34,11 +34,6 @@ def two_hosts(sandbox):
     return sandbox
 
 
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.02)
-
-
 def test_create_shows_the_cost_requests_and_waits(sandbox):
     waiting = [{"out": state} for state in ("WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")]
     sandbox.answer({"queued-resources describe": waiting})
@@ -266,10 +261,11 @@ def test_ctrl_c_while_waiting_says_that_the_request_stays(sandbox):
 
 
 def test_ctrl_c_leaves_the_command_running_and_stop_ends_it(ready):
-    go = "trap 'echo saved >saved; exit 143' TERM; echo going; touch going; while true; do sleep 0.05; done"
+    go = "trap 'echo saved >saved; exit 143' TERM; echo going; while true; do sleep 0.05; done"
     process = ready.start("tpu_vm.sh", "run", *SLICE, "--", "bash", "-c", go)
     tree = ready.cloud / "run1-w0" / "tpu-train"
-    wait_for(tree / "going")
+    while "going" not in process.stdout.readline():
+        assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     assert "the command goes on, on run1" in process.communicate(timeout=10)[1]
     assert process.returncode == 130
