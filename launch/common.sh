@@ -2,7 +2,7 @@
 # What the launchers share: flags, quoting, dry runs, questions, TPU topologies and what they cost. Sourced, not run.
 #
 # A user's value is data: it travels as one argument, and `quoted` writes it as one word where a shell at the far end
-# reads it. Works with bash 3.2, the one macOS has.
+# reads it. Keeps to what bash 3.2 has, the one on macOS.
 # shellcheck disable=SC2034 # the variables are for the scripts that source this
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -127,22 +127,26 @@ check_name() {
 }
 
 check_number() { # flag, its value, least
-  if [[ ! $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then refuse "--$1=$2 is not a whole number of $3 or more"; fi
+  if [[ ! $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3)); then refuse "--$1=$2 is not a whole number of $3 or more"; fi
 }
 
 check_amount() { # flag, its value
   [[ -z $2 || $2 =~ ^[0-9]+(\.[0-9]+)?$ ]] || refuse "--$1=$2 is not a number such as 2.70"
 }
 
-# Sets chips, hosts, chips_per_host, and the names that Cloud TPU and GKE have for the topology. The shapes, and hosts of
-# a slice: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e and tpu7x; GKE's labels: its page plan-tpus; runtime versions:
-# tpu/docs/runtimes. All read 2026-11-30. v4, v5p and 7x have two cores a chip and are named by cores.
+# Sets chips, hosts, chips_per_host, and the names that Cloud TPU and GKE have for the topology: v4, v5p and 7x have two
+# cores a chip and are named by cores. Images: docs.cloud.google.com/tpu/docs/runtimes; shapes, labels and hosts of 4
+# chips: AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py; flat slices of up to 8 chips on one host: tpu/docs/
+# v5e and v6e. Read 2026-11-30.
 read_topology() {
-  local shape a b c shapes='1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
+  local shape a b c shapes='2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16'
   [[ -n $topology ]] || refuse "--topology is missing, such as --topology=v6e:2x4"
   generation=${topology%%:*} shape=${topology#*:}
-  case $generation in v4 | v5p | 7x | tpu7x) shapes='2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16' ;; esac
-  case $generation in v4 | v5e | v5p | v6e | 7x | tpu7x) ;; *) refuse "--topology=$topology: no TPU generation '$generation'; there are v4, v5e, v5p, v6e and 7x" ;; esac
+  case $generation in
+  v5e | v6e) shapes='1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16' ;;
+  v4 | v5p | 7x | tpu7x) ;;
+  *) refuse "--topology=$topology: no TPU generation '$generation'; there are v4, v5e, v5p, v6e and 7x" ;;
+  esac
   [[ $shape =~ ^[0-9x]+$ && " $shapes " == *" $shape "* ]] || refuse "--topology=$topology: $generation comes as $shapes"
   IFS=x read -r a b c <<<"$shape"
   chips=$((a * b * ${c:-1}))
@@ -169,7 +173,7 @@ show_cost() {
     v5e) each=1.20 ;;
     v5p) each=4.20 ;;
     v6e) each=2.70 ;;
-    *) refuse "no price is known for $generation: look it up on cloud.google.com/tpu/pricing and give --price=USD (a chip-hour)" ;;
+    *) refuse "no price is known for $generation: find a chip-hour's on cloud.google.com/tpu/pricing, give --price=USD" ;;
     esac
     from="list price on demand, us-central1, read 2026-11-30; other regions differ, see --price"
     if [[ -n $spot ]]; then most="at most " from+="; spot costs less"; fi

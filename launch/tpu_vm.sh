@@ -154,12 +154,22 @@ setup() {
   for node in $(nodes); do
     tpus tpu-vm scp "$archive" "$node:tpu-train.tgz" --worker=all --quiet || return
   done
-  on_hosts "{ [ ! -e tpu-train/launch/worker.sh ] || bash tpu-train/launch/worker.sh idle; } && mkdir -p tpu-train && \
+  on_hosts "{ [ ! -e tpu-train/launch/worker.sh ] || bash tpu-train/launch/worker.sh idle >/dev/null; } && mkdir -p tpu-train && \
 cd tpu-train && rm -rf $parts prepare.sh && tar -xzf ../tpu-train.tgz && bash launch/worker.sh setup"
 }
 
+# The hosts are counted, not taken from the table: v5litepod-8, for one, comes as one host and as two.
 start() {
-  worker idle || return
+  local idle found
+  if [[ -n $dry_run ]]; then worker idle; else
+    idle=$(worker idle) || return
+    found=$(grep -cx idle <<<"$idle" || true)
+    if ((found != processes)); then
+      say "$name has $found hosts, where $topology and $slices slices should have $processes"
+      processes=$found
+      check_processes "$processes" "a slice of one host"
+    fi
+  fi
   left="the command may run on some of the hosts of $name; end it with stop"
   if worker start "$processes" "${command[@]}"; then return; fi
   say "the command did not start on every host (above); stopping it on the others"

@@ -16,6 +16,7 @@ idle() {
     say "a command runs on $(hostname) already; see logs, or end it with stop"
     return 1
   fi
+  echo idle
 }
 
 # The images of v4 to v6e have Python 3.10, which is too old; uv brings a newer one.
@@ -36,7 +37,7 @@ setup() {
 }
 
 start() { # number of processes in the run, command...
-  idle
+  idle >/dev/null
   mkdir -p .run
   rm -f .run/status
   setsid bash launch/worker.sh supervise "$@" </dev/null >.run/log 2>&1 &
@@ -50,7 +51,7 @@ supervise() {
   trap 'asked=yes; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
   "$@" &
   child=$!
-  if [[ -n $asked ]]; then kill -TERM "$child"; fi
+  if [[ -n $asked ]]; then kill -TERM "$child" || true; fi
   while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait early
   wait "$child" || status=$?
   echo "$status" >.run/status.new

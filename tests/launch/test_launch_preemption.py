@@ -7,7 +7,7 @@ from launch_sandbox import Sandbox
 
 SLICE = ("--name=run1", "--zone=us-east5-b", "--topology=v6e:2x4", "--poll=0", "--spot")
 # Counts its starts in a place that outlives the slice, and ends well at the second.
-TRAIN = 'echo start >>"$OUTLIVES"; touch "$BEGUN"; [[ $(grep -c start "$OUTLIVES") == 1 ]] || exit 0; echo training; sleep 60'
+TRAIN = 'echo start >>"$OUTLIVES"; touch "$BEGUN"; [[ $(grep -c start "$OUTLIVES") == 1 ]] || exit 0; sleep 60'
 LOST = [{"out": "SUSPENDED\tSERVICE"}, {"out": "PROVISIONING"}, {"out": "ACTIVE"}]
 
 

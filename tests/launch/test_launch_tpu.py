@@ -146,10 +146,22 @@ def test_hosts_without_set_up_and_logs_without_a_run_say_so(sandbox):
 
 def test_one_failing_host_fails_the_run(two_hosts):
     command = 'echo "of $TPU_TRAIN_PROCESSES"; [[ $LABEL != run1-w1 ]] || { echo broken; exit 7; }'
-    result = tpu(two_hosts, "run", "--topology=v6e:4x4", "--", "bash", "-c", command, HOSTS="2")
+    result = tpu(two_hosts, "run", "--", "bash", "-c", command, HOSTS="2")
     assert result.returncode == 7
-    assert result.stdout.count("of 4") == 2
+    assert result.stdout.count("of 2") == 2
     assert len([line for line in result.stdout.splitlines() if line.startswith("[run1 w")]) == 3
+
+
+def test_more_hosts_than_the_topology_should_have_are_not_left_to_train_alone(ready):
+    assert tpu(ready, "setup", HOSTS="2").returncode == 0
+    result = tpu(ready, "run", *TRAIN, HOSTS="2")
+    assert result.returncode == 2
+    assert "run1 has 2 hosts, where v6e:2x4 and 1 slices should have 1" in result.stderr
+    assert "each would train alone" in result.stderr
+    assert ready.trained() == []
+    ready.joins_processes()
+    assert tpu(ready, "run", *TRAIN, HOSTS="2").returncode == 0
+    assert ready.trained() == [["2", *TRAIN[2:]]] * 2
 
 
 def test_several_slices_are_several_nodes(two_hosts):
@@ -186,6 +198,7 @@ def test_several_processes_are_refused_until_training_joins_them(sandbox, action
         ("--topology=v5p:2x2", "v5p comes as 2x2x1"),
         ("--topology=7x:2x2x1", "tpu7x is rented through GKE"),
         ("--slices=0", "--slices=0"),
+        ("--slices=08", "--slices=08"),
         ("--slices=a[$(touch owned)]", "--slices"),
         ("--poll=1.5", "--poll"),
         ("--price=cheap", "--price"),
