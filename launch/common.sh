@@ -113,7 +113,7 @@ set_flag() {
   elif [[ $1 != *=?* ]]; then
     refuse "--$flag needs a value: --$flag=..."
   elif [[ $flag == create_flag ]]; then
-    [[ $1 == --create_flag=--* ]] || refuse "--create_flag takes a flag of gcloud's, such as --create_flag=--network=NAME"
+    [[ $1 == --create_flag=--* ]] || refuse "--create_flag takes a flag of gcloud's, as in --create_flag=--network=N"
     create_flags+=("${1#*=}")
   else
     printf -v "$flag" %s "${1#*=}"
@@ -136,8 +136,8 @@ check_amount() { # flag, its value
 
 # Sets chips, hosts, chips_per_host, and the names that Cloud TPU and GKE have for the topology: v4, v5p and 7x have two
 # cores a chip and are named by cores. Images: docs.cloud.google.com/tpu/docs/runtimes; shapes, labels and hosts of 4
-# chips: AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py; flat slices of up to 8 chips on one host: tpu/docs/
-# v5e and v6e. Read 2026-11-30.
+# chips: AI-Hypercomputer/xpk, src/xpk/core/system_characteristics.py; flat slices of up to 8 chips on one host: the
+# pages v5e and v6e of tpu/docs. Read 2026-11-30.
 read_topology() {
   local shape a b c shapes='2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16'
   [[ -n $topology ]] || refuse "--topology is missing, such as --topology=v6e:2x4"
@@ -147,7 +147,9 @@ read_topology() {
   v4 | v5p | 7x | tpu7x) ;;
   *) refuse "--topology=$topology: no TPU generation '$generation'; there are v4, v5e, v5p, v6e and 7x" ;;
   esac
-  [[ $shape =~ ^[0-9x]+$ && " $shapes " == *" $shape "* ]] || refuse "--topology=$topology: $generation comes as $shapes"
+  if [[ ! $shape =~ ^[0-9x]+$ || " $shapes " != *" $shape "* ]]; then
+    refuse "--topology=$topology: $generation comes as $shapes"
+  fi
   IFS=x read -r a b c <<<"$shape"
   chips=$((a * b * ${c:-1}))
   chips_per_host=4
@@ -173,7 +175,7 @@ show_cost() {
     v5e) each=1.20 ;;
     v5p) each=4.20 ;;
     v6e) each=2.70 ;;
-    *) refuse "no price is known for $generation: find a chip-hour's on cloud.google.com/tpu/pricing, give --price=USD" ;;
+    *) refuse "no price is known for $generation: give a chip-hour's as --price=USD, from cloud.google.com/tpu/pricing" ;;
     esac
     from="list price on demand, us-central1, read 2026-11-30; other regions differ, see --price"
     if [[ -n $spot ]]; then most="at most " from+="; spot costs less"; fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on TPU slices of a GKE cluster: writes a JobSet, one job a slice and one pod a host, and hands it to kubectl, or
-# the same run to xpk. `usage` below says how. The cluster, with JobSet and TPU node pools, is there already.
+# Trains on TPU slices of a GKE cluster: writes a JobSet, one job a slice and one pod a host, and hands it to kubectl,
+# or the same run to xpk. `usage` below says how. The cluster, with JobSet and TPU node pools, is there already.
 #
 # Users' values stand in the manifest as JSON strings, which YAML reads as they are.
 set -euo pipefail

@@ -102,7 +102,7 @@ main() {
     check_number gpus "$gpus" 1
     if [[ -n $cpus ]]; then check_number cpus "$cpus" "$gpus"; fi
     [[ $time =~ $pattern ]] || refuse "--time=$time is no time for SLURM, such as --time=1-00:00:00"
-    ((${#command[@]})) || refuse "$action needs a command after --, such as: -- tpu-train train --config=configs/tiny.py"
+    ((${#command[@]})) || refuse "$action needs a command after --, as in: -- tpu-train train --config=configs/tiny.py"
     processes=1
     if ((nodes > 1)); then processes=$((nodes * gpus)); fi
     check_processes "$processes" "--nodes=1"

@@ -154,8 +154,8 @@ setup() {
   for node in $(nodes); do
     tpus tpu-vm scp "$archive" "$node:tpu-train.tgz" --worker=all --quiet || return
   done
-  on_hosts "{ [ ! -e tpu-train/launch/worker.sh ] || bash tpu-train/launch/worker.sh idle >/dev/null; } && mkdir -p tpu-train && \
-cd tpu-train && rm -rf $parts prepare.sh && tar -xzf ../tpu-train.tgz && bash launch/worker.sh setup"
+  on_hosts "mkdir -p tpu-train && cd tpu-train && { [ ! -e launch/worker.sh ] || bash launch/worker.sh idle >/dev/null; } \
+&& rm -rf $parts prepare.sh && tar -xzf ../tpu-train.tgz && bash launch/worker.sh setup"
 }
 
 # The hosts are counted, not taken from the table: v5litepod-8, for one, comes as one host and as two.
@@ -261,7 +261,7 @@ recreate() {
     tpus queued-resources delete "$name" --force --quiet || return
     request || return
     if wait_until_active && setup && start; then return; fi
-    [[ $(whereabouts) == lost ]] || fail "the command could not be started again on $name (above); $name costs until delete"
+    [[ $(whereabouts) == lost ]] || fail "$name could not be set up again (above), and costs until delete"
   done
 }
 
