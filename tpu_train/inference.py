@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from tpu_train import config as config_lib
-from tpu_train import data, generate, precision
+from tpu_train import data, generate, precision, processes
 from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
@@ -20,10 +18,7 @@ def evaluate_checkpoint(flag: dict[str, Any]) -> int:
     """Prints the mean cross entropy per token over the whole validation split."""
     step, config, model, mesh, compute = _load(flag["workdir"], flag["step"], flag["set"])
     batches = data.validation_batches(
-        config.data,
-        vocab_size=config.model.vocab_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        config.data, vocab_size=config.model.vocab_size, **processes.batch_share(mesh)
     )
     loss = evaluate(make_eval_step(compute), model, batches, mesh)
     say(f"step {step}  validation loss {loss:.4f} (nats per token, whole validation split)")

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ def run() -> None:
         if not _stdout_is_closed():
             raise
         code, at_once = 128 + signal.SIGPIPE, True
+    except Exception as error:
+        if os.environ.get("TPU_TRAIN_PROCESSES", "1") in ("", "1"):
+            raise
+        # Left to itself Python would end at a barrier, where the other processes never come.
+        _say_why(error)
+        code = 1
     if at_once or code in (1, 2):
         # A failed save, or a step still compiling for a run that was refused, has threads that Python would wait for.
         sys.stderr.flush()
@@ -70,7 +77,7 @@ def main(argv: list[str]) -> int:
         rest = values([f"tpu-train {command}", *argv[2:]])[1:]
         if rest:
             raise UserError(f"{command} takes flags only, not {rest[0]!r}; see tpu-train {command} --help")
-        return _run(command, values)
+        return _run(command, values, argv[1:])
     except (UserError, flags.Error) as error:
         return _fail(error, 2)
 
@@ -78,6 +85,13 @@ def main(argv: list[str]) -> int:
 def _fail(error: Exception, code: int) -> int:
     print("tpu-train:", "; ".join([str(error), *getattr(error, "__notes__", [])]), file=sys.stderr)
     return code
+
+
+def _say_why(error: Exception) -> None:
+    if "Gloo" in str(error):  # one line, for it is not this process that failed
+        _fail(Exception(f"lost another process of the run ({str(error).splitlines()[0]})"), 1)
+    else:
+        traceback.print_exception(error)
 
 
 def _flags_of(command: str) -> flags.FlagValues:
@@ -102,6 +116,7 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
     add(flags.DEFINE_string, "workdir", None, "where checkpoints and metrics go; default: runs/<name of the config>")
     add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+    add(flags.DEFINE_integer, "processes", 1, "run as so many processes on this machine, each with a CPU device")
     if command == "generate":
         add(flags.DEFINE_string, "prompt", "", "the text to continue")
         add(flags.DEFINE_integer, "num_tokens", 200, "tokens to sample")
@@ -146,7 +161,7 @@ def _help(command: str, values: flags.FlagValues) -> str:
     return "\n".join(lines)
 
 
-def _run(command: str, values: flags.FlagValues) -> int:
+def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
     from tpu_train import config as config_lib
 
     flag: dict[str, Any] = {name: values[name].value for name in values}
@@ -160,6 +175,8 @@ def _run(command: str, values: flags.FlagValues) -> int:
         from tpu_train import plan
 
         return plan.show(flag)
+    from tpu_train import local_processes
+
     overrides = list(flag["set"])
     if flag["workdir"]:
         overrides.append(f"run.workdir={flag['workdir']}")
@@ -167,7 +184,10 @@ def _run(command: str, values: flags.FlagValues) -> int:
         if not flag["config"]:
             raise config_lib.UserError("train needs --config=FILE, such as --config=configs/tiny.py")
         config = config_lib.load(flag["config"], overrides)
+        if local_processes.wanted(flag["processes"]):
+            return local_processes.run(flag["processes"], argv)
         _prepare_jax()
+        _join()
         from tpu_train import checkpoint, report, train
 
         try:
@@ -178,10 +198,21 @@ def _run(command: str, values: flags.FlagValues) -> int:
         if not flag["config"]:
             raise config_lib.UserError(f"{command} needs --workdir=DIR or --config=FILE")
         flag["workdir"] = config_lib.load(flag["config"], overrides).run.workdir
+    if local_processes.wanted(flag["processes"]):
+        return local_processes.run(flag["processes"], argv)
     _prepare_jax()
+    _join()
     from tpu_train import inference
 
     return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)
+
+
+def _join() -> None:
+    """Joins the other processes of the run, if there are any."""
+    from tpu_train import local_processes, processes
+
+    local_processes.follow_parent()
+    processes.join()
 
 
 def _prepare_jax() -> None:

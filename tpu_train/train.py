@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, precision
+from tpu_train import checkpoint, data, devices, generate, precision, processes
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -37,7 +37,7 @@ def train(config: Config, start_time: float) -> int:
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
-    place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
     # The first step waits for this longest: XLA works on it while the state and the checkpoints get ready.
     compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
@@ -45,6 +45,8 @@ def train(config: Config, start_time: float) -> int:
         stack.enter_context(contextlib.closing(batches))
         checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))
         stop = stack.enter_context(stop_signals())
+        if jax.process_count() > 1:
+            stop.agreement = processes.Agreement(mesh)
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
         run = Run(
@@ -55,10 +57,11 @@ def train(config: Config, start_time: float) -> int:
             stop,
         )
         state = run.loop(state)
-        if stop.signal is not None:
-            say(f"{stop.signal.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
-            return 128 + stop.signal
-    say(write_charts(workdir))
+        if stop.agreed is not None:
+            say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
+            return 128 + stop.agreed
+    if jax.process_index() == 0:
+        say(write_charts(workdir))
     if config.run.sample_tokens:
         _say_sample(config, state, tokenizer, compute)
     return 0
@@ -85,9 +88,23 @@ def _batch_names(config: Config) -> list[str]:
 
 @dataclasses.dataclass
 class Stop:
-    """The signal that asked the run to stop, if any."""
+    """The signal that asked this process to stop, and the one that all processes of the run stop for, if any."""
 
     signal: signals.Signals | None = None
+    agreement: processes.Agreement | None = None  # None: this process is the whole run
+    _agreed: int = 0
+
+    @property
+    def agreed(self) -> signals.Signals | None:
+        if self.agreement is None:
+            return self.signal
+        return signals.Signals(self._agreed) if self._agreed else None
+
+    def ask(self) -> bool:
+        """Whether to stop now; once a step, in every process at the same one."""
+        if self.agreement is not None:
+            self._agreed = self.agreement.ask(self.signal or 0)
+        return self.agreed is not None
 
 
 @dataclasses.dataclass
@@ -108,10 +125,11 @@ class Run:
         """Steps until the last one or a stop signal; either way the state returned is saved."""
         run = self.config.run
         for step in range(int(state.step) + 1, run.steps + 1):
+            batch = self._next_batch()  # outside: over several processes its transfer counts as an implicit one
             with jax.transfer_guard("disallow"):
-                state, values = self.train_step(state, self._next_batch())
+                state, values = self.train_step(state, batch)
             self.reporter.dispatched(step, values)
-            stopping = self.stop.signal is not None
+            stopping = self.stop.ask()
             evaluating = (step % run.eval_every == 0 or step == run.steps) and not stopping
             saving = step % self.config.checkpoint.every_steps == 0 or step == run.steps or stopping
             if evaluating or saving:
@@ -130,11 +148,13 @@ class Run:
     def _next_batch(self) -> dict[str, jax.Array]:
         """[A, B, T] arrays over the mesh, from this process's [b, T]."""
         sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro = self.config.optim.accumulation_steps
+        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
         batch = next(self.batches)
         return {
             name: jax.make_array_from_process_local_data(
-                sharding, batch[name].reshape(micro, -1, batch[name].shape[-1])
+                sharding,
+                batch[name].reshape(micro, -1, batch[name].shape[-1]),
+                (micro, rows // micro, batch[name].shape[-1]),
             )
             for name in _batch_names(self.config)
         }
