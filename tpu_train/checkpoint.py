@@ -117,7 +117,9 @@ class Checkpoints:
             if saved is None:
                 raise ValueError("its arrays are damaged")
             _check_same_arrays(flat, saved, self.directory / str(step))
-            if data is not None:  # alone: its error would leave the other's coroutine unawaited, and Python warns
+            if data is not None:
+                _check_same_processes(self.directory / str(step))
+                # Alone: its error would leave the other's coroutine unawaited, and Python warns.
                 self._orbax.load_checkpointables(step, {"data": data})
             loaded = self._orbax.load_checkpointables(step, {"state": flat})["state"]
         leaves = [loaded[name] for name in flat]
@@ -207,6 +209,16 @@ def _to_flat(tree: Any) -> dict[str, Any]:
         parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
         flat[".".join(part for part in parts if part != "value")] = leaf
     return flat
+
+
+def _check_same_processes(where: Path) -> None:
+    """Each process saves a data position of its own, in a file that Grain names after it."""
+    counts = {int(path.stem.rpartition("-of-")[2]) for path in (where / "data").glob("process_*-of-*.json")}
+    if counts and jax.process_count() not in counts:
+        raise UserError(
+            f"{where} was saved by {max(counts)} process(es), this run has {jax.process_count()}; records would be lost "
+            "or repeated, so resume with the same number or start a new run directory"
+        )
 
 
 def _check_same_arrays(wanted: dict[str, Any], saved: dict[str, Any], where: Path) -> None:

@@ -97,7 +97,9 @@ def _watch(children: Sequence[subprocess.Popen], logs: Sequence[IO[bytes]]) -> i
         if code:
             stopped = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             _end_rest(children, STOP_SECONDS if stopped else GRACE_SECONDS)
-            return code if {child.returncode for child in children} == {code} and stopped else _failed(index, children, logs[index])
+            if stopped and all(child.returncode == code for child in children):
+                return code
+            return _failed(index, children, logs[index])
     return 0
 
 
@@ -118,9 +120,11 @@ def _kill(children: Sequence[subprocess.Popen]) -> None:
 
 def _failed(index: int, children: Sequence[subprocess.Popen], log: IO[bytes]) -> int:
     """Shows what the process at `index` said, and who it was; returns its exit code."""
+    code = children[index].returncode
+    if code == 2 and children[0].returncode == 2:
+        return 2  # bad input, which all found; process 0 has said so
     log.seek(0)
     sys.stderr.write(log.read().decode(errors="replace"))
-    code = children[index].returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     print(f"tpu-train: process {index} of {len(children)} {how}; the others were stopped", file=sys.stderr)
     return 128 - code if code < 0 else code
