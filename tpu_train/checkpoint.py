@@ -216,8 +216,8 @@ def _check_same_processes(where: Path) -> None:
     counts = {int(path.stem.rpartition("-of-")[2]) for path in (where / "data").glob("process_*-of-*.json")}
     if counts and jax.process_count() not in counts:
         raise UserError(
-            f"{where} was saved by {max(counts)} process(es), this run has {jax.process_count()}; records would be lost "
-            "or repeated, so resume with the same number or start a new run directory"
+            f"{where} was saved by {max(counts)} process(es), this run has {jax.process_count()}; records would be "
+            "lost or repeated, so resume with the same number or start a new run directory"
         )
 
 

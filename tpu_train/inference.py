@@ -17,9 +17,7 @@ from tpu_train.train_step import abstract_state
 def evaluate_checkpoint(flag: dict[str, Any]) -> int:
     """Prints the mean cross entropy per token over the whole validation split."""
     step, config, model, mesh, compute = _load(flag["workdir"], flag["step"], flag["set"])
-    batches = data.validation_batches(
-        config.data, vocab_size=config.model.vocab_size, **processes.batch_share(mesh)
-    )
+    batches = data.validation_batches(config.data, vocab_size=config.model.vocab_size, **processes.batch_share(mesh))
     loss = evaluate(make_eval_step(compute), model, batches, mesh)
     say(f"step {step}  validation loss {loss:.4f} (nats per token, whole validation split)")
     return 0

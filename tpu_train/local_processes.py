@@ -32,7 +32,9 @@ def wanted(count: int) -> bool:
     if count == 1 or there == str(count):
         return False
     if there not in (None, "", "1"):
-        raise UserError(f"--processes={count} starts processes here, but TPU_TRAIN_PROCESSES={there} says they run already")
+        raise UserError(
+            f"--processes={count} starts processes here, but TPU_TRAIN_PROCESSES={there} says they run already"
+        )
     return True
 
 

@@ -23,8 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def address():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        name = f"127.0.0.1:{server.getsockname()[1]}"
-    return name
+        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def outcomes(address, members, seconds):
@@ -100,7 +99,9 @@ def test_a_cluster_of_another_number_of_processes_is_refused(tmp_path, there):
     cluster = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": there}
     cluster |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "TPU_TRAIN_PROCESSES": "2"}
     code, error = tpu_train(tmp_path, **cluster)
-    wanted = "TPU_TRAIN_PROCESSES=2, but 1 joined" if there == "1" else "fewer than the 2 processes .* joined within 2 s"
+    wanted = (
+        "TPU_TRAIN_PROCESSES=2, but 1 joined" if there == "1" else "fewer than the 2 processes .* joined within 2 s"
+    )
     assert code == 2
     assert re.match(f"tpu-train: {wanted}", error)
     assert len(error.splitlines()) == 1
@@ -113,7 +114,10 @@ def test_a_cluster_of_another_number_of_processes_is_refused(tmp_path, there):
         ({"TPU_TRAIN_PROCESSES": "0"}, "TPU_TRAIN_PROCESSES=0 must be a whole number, 1 or more"),
         ({"TPU_TRAIN_JOIN_SECONDS": "-1"}, "TPU_TRAIN_JOIN_SECONDS=-1 must be a whole number, 1 or more"),
         ({"TPU_TRAIN_COORDINATOR": "here"}, "TPU_TRAIN_COORDINATOR=here must be HOST:PORT"),
-        ({"TPU_TRAIN_COORDINATOR": "here:1", "TPU_TRAIN_PROCESS_ID": "2"}, "TPU_TRAIN_PROCESS_ID=2 must be one of 0 to 1"),
+        (
+            {"TPU_TRAIN_COORDINATOR": "here:1", "TPU_TRAIN_PROCESS_ID": "2"},
+            "TPU_TRAIN_PROCESS_ID=2 must be one of 0 to 1",
+        ),
         ({"TPU_TRAIN_COORDINATOR": "here:1"}, "TPU_TRAIN_PROCESS_ID= must be one of 0 to 1"),
     ],
 )
@@ -133,7 +137,15 @@ def test_one_process_joins_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "there", "wanted"),
-    [(1, None, False), (1, "4", False), (4, "4", False), (4, None, True), (4, "1", True), (4, "2", None), (0, None, None)],
+    [
+        (1, None, False),
+        (1, "4", False),
+        (4, "4", False),
+        (4, None, True),
+        (4, "1", True),
+        (4, "2", None),
+        (0, None, None),
+    ],
 )
 def test_who_starts_the_processes(monkeypatch, count, there, wanted):
     monkeypatch.delenv("TPU_TRAIN_PROCESSES", raising=False)
