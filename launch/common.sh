@@ -193,7 +193,7 @@ show_cost() {
 
 # Training on several hosts is one run only if its processes find each other; else each would train alone and say
 # nothing. The training code that joins them reads TPU_TRAIN_PROCESSES, the number that there must be, and stops at
-# another; until it does, more than one process is refused here.
+# another; a copy that does not is refused more than one process here.
 check_processes() { # how many, what to take instead
   (($1 == 1)) && return
   grep -rqs --include='*.py' TPU_TRAIN_PROCESSES "$repo/tpu_train" ||
