@@ -108,9 +108,9 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     assert (done.returncode, done.stderr) == (0, "")
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
-        "train": "config workdir set",
-        "eval": "config step workdir set",
-        "generate": "config step workdir set prompt num_tokens num_samples temperature top_k seed",
+        "train": "config workdir set processes",
+        "eval": "config step workdir set processes",
+        "generate": "config step workdir set processes prompt num_tokens num_samples temperature top_k seed",
         "plan": "config set chips slices tokens mfu watts price json html",
         "kernels": "topology op json update_budget",
     }
