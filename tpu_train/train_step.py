@@ -10,7 +10,7 @@ import optax
 
 from tpu_train.config import Config
 from tpu_train.loss import weighted_loss
-from tpu_train.models.transformer import Transformer
+from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule
 from tpu_train.precision import Compute
 
@@ -96,17 +96,22 @@ def _loss_and_grads(state, batch, z_loss, compute):
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     scale = state.loss_scale
 
+    model, masters = state.model, None
+    if compute.dtype != jnp.float32:
+        model, masters = stand_in(state.model, compute.dtype), jax.lax.stop_gradient(state.model.blocks)
+
     def micro_loss(model, micro_batch):
-        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute)
+        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute, masters)
         return loss * (scale / total_weight), cross_entropy / total_weight
 
     grad_fn = jax.grad(micro_loss, has_aux=True)
     if batch["tokens"].shape[0] == 1:
-        grads, loss = grad_fn(state.model, jax.tree.map(lambda x: x[0], batch))
+        grads, loss = grad_fn(model, jax.tree.map(lambda x: x[0], batch))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
 
         def accumulate(carry, micro_batch):
-            grads, loss = grad_fn(state.model, micro_batch)
+            grads, loss = grad_fn(model, micro_batch)
             return jax.tree.map(jnp.add, carry, (grads, loss)), None
 
         zeros = jax.tree.map(jnp.zeros_like, (state.model, total_weight))
