@@ -13,6 +13,7 @@ from tpu_train.loss import weighted_loss
 from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule
 from tpu_train.precision import Compute
+from tpu_train.sharding import SPECS
 
 GROWTH_INTERVAL = 2000  # finite steps before the float16 loss scale doubles, as in arXiv:1710.03740
 MAX_LOSS_SCALE = 2.0**24
@@ -84,6 +85,24 @@ def make_train_step(config: Config, compute: Compute):
         return new, metrics
 
     return train_step
+
+
+def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
+    """The train step traced for the shapes and shardings that `config` makes on `mesh`; nothing runs."""
+    micro = config.optim.accumulation_steps
+    shape = (micro, config.data.batch_size // micro, config.data.seq_len)
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    dtypes = dict.fromkeys(batch_names(config), jnp.int32) | {"weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    with jax.set_mesh(mesh):  # a thread has its own
+        return make_train_step(config, compute).trace(abstract_state(config, compute), batch)
+
+
+def batch_names(config: Config) -> list[str]:
+    """The arrays of a batch."""
+    # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
+    segments = ["segment_ids"] if config.data.packing else []
+    return ["tokens", "labels", "positions", "weights", *segments]
 
 
 def _updates_done(opt_state: Any) -> jax.Array:

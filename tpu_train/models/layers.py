@@ -59,7 +59,11 @@ def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array
 
     def local(x, w):
         whole = gather_inside(w, dims)
-        y_MO = jnp.einsum("MI,IO->MO", x.reshape(-1, math.prod(whole.shape[:num_in])), whole.reshape(math.prod(whole.shape[:num_in]), -1))
+        y_MO = jnp.einsum(
+            "MI,IO->MO",
+            x.reshape(-1, math.prod(whole.shape[:num_in])),
+            whole.reshape(math.prod(whole.shape[:num_in]), -1),
+        )
         y = y_MO.reshape(*x.shape[:2], *whole.shape[num_in:])
         return jax.lax.psum(y, "tensor") if spec[0] == "tensor" else y
 
