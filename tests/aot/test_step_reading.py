@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tpu_train.aot import child, collectives, memory, module, traffic
+from pallas_kernels import hlo_cost
+from tpu_train.aot import child, collectives, memory, traffic
 
 # A loop of 3 turns over a gather that runs beside 500 cycles of work, a reduction that nothing runs beside, and a
 # slice of 1/4 of what goes round; then a fusion of 1,000 cycles. Mesh: data 2, fsdp 4.
@@ -98,7 +99,7 @@ MESH = {"data": 2, "fsdp": 4}
 
 @pytest.fixture(scope="module")
 def read():
-    return module.parse(TEXT)
+    return hlo_cost.parse(TEXT)
 
 
 def test_cycles_count_a_loop_as_often_as_it_runs(read):
@@ -196,4 +197,4 @@ def test_a_refusal_for_memory_is_an_answer_and_any_other_a_line():
 
 def test_a_text_without_a_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        module.parse("nothing")
+        hlo_cost.parse("nothing")
