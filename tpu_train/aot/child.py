@@ -41,9 +41,11 @@ def main(folder: Path) -> None:
 def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     """What the compiler makes of one step. Raises UserError on what does not fit together."""
     config = config_lib.from_dict(request["config"])
-    slices = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    options: dict[str, Any] = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    if request["topology"].startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # one device per chip, as a v4 has it by default; libtpu's is two
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **slices)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **options)
     except Exception as error:
         return {"no topology": str(error)}
     devices: list[Any] = list(topology.devices)
