@@ -1,6 +1,5 @@
 """A small model's train step on the real TPU compiler: every generation, two slices, what does not fit, bad input."""
 
-import dataclasses
 import json
 import os
 import re
@@ -50,7 +49,7 @@ STEPS = {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aot, "CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr(aot, "CACHE", tmp_path_factory.mktemp("cache") / "tpu_train" / "compile")
         yield aot.CACHE
 
 
@@ -73,8 +72,10 @@ def test_step_compiles_and_its_memory_adds_up(answers, name):
     state = answer["parameter_bytes"] + answer["optimizer_bytes"]
     assert state < answer["argument_bytes"] < 1.1 * state + 2**20
     assert answer["aliased_bytes"] > 0.9 * state  # donated, so that the new state takes the old one's place
-    assert answer["cycles"] > 0
+    assert (answer["cycles"] is None) == (name == "7x")  # whose program jaxlib can't read back
+    assert answer["cycles"] is None or answer["cycles"] > 1e5
     assert answer["unknown_loops"] == 0
+    assert answer["bytes_accessed"] > 2 * answer["argument_bytes"]
 
 
 @pytest.mark.slow
@@ -225,23 +226,16 @@ def test_search_climbs_the_ladder_until_a_step_fits_and_ranks_what_does(capsys):
 
 
 @pytest.mark.slow
-def test_the_command_runs_as_a_process_beside_another(tmp_path):
-    """A fresh cache each, so both compile at once; neither prints the compiler's warnings."""
+def test_the_command_runs_as_a_process(answers, cache, tmp_path):
     file = tmp_path / "small.py"
-    file.write_text(f"from tpu_train.config import *\ndef config():\n    return {dataclasses.replace(SMALL)!r}\n")
-    command = [sys.executable, "-m", "tpu_train.main", "compile", f"--config={file}", "--topology=v5e:1x1"]
-    command += ["--set", PLAIN, "--set", "model.num_layers=1", "--json"]
-    runs = [
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / name), "PYTHONPATH": str(ROOT)},
-        )
-        for name in "ab"
-    ]  # fmt: skip
-    for run in runs:
-        out, err = run.communicate(timeout=600)
-        assert (run.returncode, err) == (0, "")
-        assert json.loads(out)["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    file.write_text(f"from tpu_train.config import *\ndef config():\n    return {SMALL!r}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tpu_train.main", "compile", f"--config={file}", "--topology=v5e:2x2", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
 
 
 def test_shipped_configs_load():

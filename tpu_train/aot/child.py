@@ -64,7 +64,7 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
         text = None
     else:
         known |= sizes(compiled.memory_analysis())
-        text = compiled.as_text()
+        text = text_of(compiled)
     return known | reading(dump, text, dict(mesh.shape), request["root"])
 
 
@@ -128,10 +128,18 @@ def sizes(memory_analysis: Any) -> dict[str, Any]:
     }
 
 
+def text_of(compiled: Any) -> str | None:
+    """The module's text; None where jaxlib can't read back what libtpu compiled, as of steps for 7x (libtpu 0.0.52)."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
 def reading(dump: Path, text: str | None, mesh: dict[str, int], root: str) -> dict[str, Any]:
     """What the compiled module says of buffers, work and traffic, on one device.
 
-    `text` is the module's; None takes the dump's, of a module that does not fit, which was given no cycles yet.
+    `text` is the module's; None takes the dump's, in which no instruction has its cycles yet.
     """
     (module_file,) = dump.glob("*jit_train_step*.after_optimizations.txt")
     read = hlo_cost.parse(module_file.read_text() if text is None else text)

@@ -124,7 +124,8 @@ class Report:
         yield f"work of a device and step: {flops / 1e12:,.1f} TFLOP (recomputation included),"
         yield f"  {a['bytes_accessed'] / 1e9:,.1f} GB between HBM and core"
         if a["cycles"] is None:
-            return  # the compiler stopped before it made code
+            yield "  no cycles: the compiler stopped, or its program can't be read back, before it gave an estimate"
+            return
         yield f"  predicted: {a['cycles'] / 1e6:,.0f} M cycles, XLA's own estimate, without the Pallas kernels"
         if self.kernel_cycles is None or self.seconds is None:
             yield "  the Pallas kernels' FLOPs are not known here, so there is no predicted time"
