@@ -205,7 +205,8 @@ def test_search_climbs_the_ladder_until_a_step_fits_and_ranks_what_does(capsys):
         config = one.config
         tried.append((config.mesh.fsdp, config.mesh.tensor, config.model.remat, config.optim.accumulation_steps))
         fits = config.model.remat == "full" and (config.mesh.fsdp == 4 or config.optim.accumulation_steps > 1)
-        answer = {"cycles": 1e6 * config.mesh.tensor, "kernel_flops": 0.0, "model_flops_per_token": 1.0, "tokens": 1}
+        answer = {"collectives": [], "mesh": {"data": 1, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}}
+        answer |= {"cycles": 1e6 * config.mesh.tensor, "kernel_flops": 0.0, "model_flops_per_token": 1.0, "tokens": 1}
         answer |= {"num_devices": 4}
         size = {"argument_bytes": 1, "output_bytes": 0, "aliased_bytes": 0, "temporary_bytes": 1}
         return [answer | (size if fits else {"out of memory": "x", "needed_bytes": 9, "available_bytes": 8})]
@@ -236,6 +237,25 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+
+
+def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():
+    """16 v5e: 131,072 FLOPs a cycle, 197 TFLOP/s, two lines of 50 GB/s; the second collective is hidden."""
+    collective = {"axes": ["fsdp"], "runs": 2, "wire_bytes": 1e9, "cycles_meanwhile": 0.0}
+    answer = {
+        "mesh": {"data": 1, "fsdp": 16, "tensor": 1}, "num_devices": 16, "tokens": 16, "cycles": 1.5e9,
+        "kernel_flops": 131_072 * 1.5e9, "model_flops_per_token": 197e12,
+        "collectives": [collective, collective | {"cycles_meanwhile": 1e12}],
+    }  # fmt: skip
+    report = table.Report("v5e:4x4", 1, answer)
+    assert report.clock_hz == pytest.approx(1.503e9, rel=1e-3)
+    assert report.compute_seconds == pytest.approx(3e9 / report.clock_hz)
+    assert report.network_seconds == pytest.approx(2 * 1e9 / 100e9)
+    assert report.mfu == pytest.approx(1 / report.seconds)
+    assert report.seconds == report.compute_seconds + report.network_seconds
+    two = table.Report("v5e:4x4", 2, answer | {"mesh": {"data": 2, "fsdp": 16, "tensor": 1}, "collectives": [
+        collective | {"axes": ["data"]}]})  # fmt: skip
+    assert two.network_seconds == pytest.approx(2 * 1e9 / two.fleet.chip.slow_bytes)
 
 
 def test_shipped_configs_load():

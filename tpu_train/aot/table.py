@@ -1,23 +1,24 @@
 """What `compile` prints: the compiler's answer, whether it fits, and the predicted time of a step.
 
-Every time here is predicted: XLA's own estimate of cycles for what XLA compiled, and for Pallas kernels, which XLA does
-not estimate, what the matrix units alone need for their FLOPs, which is a lower bound. Neither counts waiting for the
-network.
+Every time here is predicted: XLA's own estimate of cycles for what XLA compiled; for Pallas kernels, which XLA does not
+estimate, what the matrix units alone need for their FLOPs, which is a lower bound; and the time that a collective takes
+by the formulas of the plan (planning/network.py), as far as no other work of that many cycles runs beside it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pallas_kernels.schedule_dump import CORES
+from tpu_train import chips
 from tpu_train.config import Config
+from tpu_train.planning import network
 
 GIB = 2**30
 # GiB of HBM that a program may fill on one JAX device: what the compiler's refusals name (libtpu 0.0.52).
 HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
-# Cores that work as one device, and their clock: the chip's peak (devices.py) over its cores' FLOPs per cycle.
-DEVICE_CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}
-CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+DEVICE_CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # that work as one JAX device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,37 @@ class Report:
         return None if flops is None else flops / self.flops_per_cycle
 
     @property
-    def seconds(self) -> float | None:
+    def fleet(self) -> chips.Fleet:
+        return chips.parse(self.topology.removeprefix("tpu"), self.num_slices)
+
+    @property
+    def clock_hz(self) -> float:
+        """The device's peak over its FLOPs per cycle."""
+        return (self.fleet.chip.per_device("bf16_flops") or 0.0) / self.flops_per_cycle
+
+    @property
+    def compute_seconds(self) -> float | None:
         """Predicted for a step, without the network."""
         xla, kernels = self.answer["cycles"], self.kernel_cycles
-        return None if xla is None or kernels is None else (xla + kernels) / CLOCK_HZ[self.generation]
+        return None if xla is None or kernels is None else (xla + kernels) / self.clock_hz
+
+    @property
+    def network_seconds(self) -> float:
+        """Predicted waiting for collectives: their time, less that of the work beside them."""
+        axes = network.axes(self.fleet, self.answer["mesh"])
+        waits = 0.0
+        for c in self.answer["collectives"]:
+            speeds = [axes[name].fast_bytes or math.inf for name in c["axes"] if axes[name].fast > 1]
+            slow = self.fleet.chip.per_device("slow_bytes") or math.inf
+            seconds = c["wire_bytes"] / (slow if crosses_slices(c, axes) else min(speeds, default=math.inf))
+            waits += c["runs"] * max(0.0, seconds - c["cycles_meanwhile"] / self.clock_hz)
+        return waits
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted for a step."""
+        compute = self.compute_seconds
+        return None if compute is None else compute + self.network_seconds
 
     @property
     def mfu(self) -> float | None:
@@ -71,7 +99,7 @@ class Report:
         if not self.seconds:
             return None
         flops = self.answer["model_flops_per_token"] * self.answer["tokens"] / self.answer["num_devices"]
-        return flops / (self.seconds * self.flops_per_cycle * CLOCK_HZ[self.generation])
+        return flops / (self.seconds * self.flops_per_cycle * self.clock_hz)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain types, for JSON; what is predicted is named so."""
@@ -83,6 +111,8 @@ class Report:
             "hbm_capacity_bytes": self.capacity_bytes,
             **self.answer,
             "kernel_cycles_at_least": self.kernel_cycles,
+            "predicted_compute_seconds": self.compute_seconds,
+            "predicted_network_seconds": self.network_seconds,
             "predicted_seconds": self.seconds,
             "predicted_mfu": self.mfu,
         }
@@ -119,7 +149,7 @@ class Report:
             yield f"    {gb(buffer['bytes'])}  {buffer['shape']:<26} {buffer['source']}"
 
     def _work(self) -> Iterator[str]:
-        a, clock = self.answer, CLOCK_HZ[self.generation]
+        a = self.answer
         flops = a["xla_flops"] + (a["kernel_flops"] or 0)
         yield f"work of a device and step: {flops / 1e12:,.1f} TFLOP (recomputation included),"
         yield f"  {a['bytes_accessed'] / 1e9:,.1f} GB between HBM and core"
@@ -127,13 +157,13 @@ class Report:
             yield "  no cycles: the compiler stopped, or its program can't be read back, before it gave an estimate"
             return
         yield f"  predicted: {a['cycles'] / 1e6:,.0f} M cycles, XLA's own estimate, without the Pallas kernels"
-        if self.kernel_cycles is None or self.seconds is None:
+        if self.kernel_cycles is None or self.seconds is None or self.compute_seconds is None:
             yield "  the Pallas kernels' FLOPs are not known here, so there is no predicted time"
             return
         yield f"  predicted: {self.kernel_cycles / 1e6:,.0f} M cycles at least for the Pallas kernels (matrix units)"
         yield (
-            f"  predicted: {self.seconds * 1e3:,.0f} ms a step at {clock / 1e9:.2f} GHz, MFU {self.mfu:.1%}, "
-            "if the network is never waited for"
+            f"  predicted: {self.seconds * 1e3:,.0f} ms a step, MFU {self.mfu:.1%}: {self.compute_seconds * 1e3:,.0f} "
+            f"ms at {self.clock_hz / 1e9:.2f} GHz and {self.network_seconds * 1e3:,.0f} ms of waiting for collectives"
         )
         if a["unknown_loops"]:
             yield f"  {a['unknown_loops']} loops have no known number of turns and count once"
@@ -153,6 +183,11 @@ class Report:
         yield f"  {'collective':<20}{'axis':<14}{'runs':>6}{'GB':>9}{'GB sent':>9}  beside other work"
         for (kind, axes, overlaps), (runs, size, wire) in sorted(merged.items(), key=lambda item: -item[1][2]):
             yield f"  {kind:<20}{axes:<14}{runs:>6,.0f}{size / 1e9:>9.2f}{wire / 1e9:>9.2f}  {overlaps}"
+
+
+def crosses_slices(collective: Mapping[str, Any], axes: Mapping[str, network.Axis]) -> bool:
+    """Whether it goes over the slow network: a send between slices, or `data` where slices share it out."""
+    return not collective["axes"] or any(axes[name].slow > 1 for name in collective["axes"])
 
 
 def kernel_runs(kernels: Mapping[str, float]) -> str:
