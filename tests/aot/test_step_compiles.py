@@ -72,8 +72,10 @@ def test_step_compiles_and_its_memory_adds_up(answers, name):
     state = answer["parameter_bytes"] + answer["optimizer_bytes"]
     assert state < answer["argument_bytes"] < 1.1 * state + 2**20
     assert answer["aliased_bytes"] > 0.9 * state  # donated, so that the new state takes the old one's place
-    assert (answer["cycles"] is None) == (name == "7x")  # whose program jaxlib can't read back
-    assert answer["cycles"] is None or answer["cycles"] > 1e5
+    if answer["cycles"] is None:
+        assert name == "7x"  # whose program jaxlib 0.10.2 can't read back
+    else:
+        assert answer["cycles"] > 1e5
     assert answer["unknown_loops"] == 0
     assert answer["bytes_accessed"] > 2 * answer["argument_bytes"]
 
@@ -89,13 +91,15 @@ def test_auto_means_bf16_and_pallas_on_a_tpu(answers):
 
 @pytest.mark.slow
 def test_flops_are_those_of_the_formula_and_what_remat_repeats(answers):
-    """Per token, layer and weight: 2 forward, 2 again, 4 backward; the head 2, then 2 and 4 in its own backward."""
-    answer, model = answers["v5e"], SMALL.model
-    weights = model.num_layers * (256 * 128 * (2 + 2 * 1) + 2 * 128 * 256 + 3 * 256 * 512) + 512 * 256
-    assert answer["xla_flops"] == pytest.approx(8 * weights * answer["tokens"] / answer["num_devices"], rel=0.02)
+    """Per token and weight: 2 forward, 2 again, 4 backward, in the head too; `down` alone is not run again, since no
+    gradient needs its result. Then the sum of o * do over the heads, of attention's backward pass."""
+    answer, L, D, N, K, H, F, V = answers["v5e"], 3, 256, 2, 1, 128, 512, 512
+    weights = L * (D * H * (N + 2 * K) + N * H * D + 3 * D * F) + V * D
+    per_token = 8 * weights - 2 * L * F * D + 2 * L * N * H
+    assert answer["xla_flops"] == per_token * answer["tokens"] / answer["num_devices"]
     scores = 2 * 128 * 129 / 2  # heads, and what a causal mask lets through
     rows = 8 / answer["num_devices"]
-    assert answer["kernel_flops"] == (2 + 2 + 5) * 2 * 128 * scores * rows * model.num_layers
+    assert answer["kernel_flops"] == (2 + 2 + 5) * 2 * 128 * scores * rows * L
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ XLA writes `*.after_optimizations-live-range.txt` (with --xla_dump_to) also for 
 import dataclasses
 import re
 
-from pallas_kernels.hlo_cost import Module
+from pallas_kernels.hlo_cost import Instruction, Module
 
 _PEAK = re.compile(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+\{[\d,]*\}: \d+ bytes.*\n)*)", re.M)
 _LINE = re.compile(r"^ +(\S+)\{([\d,]*)\}: (\d+) bytes", re.M)
@@ -40,6 +40,21 @@ def at_peak(live_ranges: str, module: Module, root: str = "") -> list[Buffer]:
         array = instruction.arrays[at] if at < len(instruction.arrays) else None
         if array is not None and array.space:
             continue
-        source = module.source(instruction, root) or module.operation(instruction)
+        source = _source(module, instruction, root) or module.operation(instruction)
         buffers.append(Buffer(int(size), str(array or ""), name, source, instruction.op == "parameter"))
     return sorted(buffers, key=lambda buffer: -buffer.bytes)
+
+
+def _source(module: Module, instruction: Instruction, root: str) -> str:
+    """Its own line; for a buffer that was only set aside, that of what fills it, inside a loop that carries it too."""
+    if own := module.source(instruction, root):
+        return own
+    body = next(body for body in module.computations.values() if instruction in body)
+    readers = [one for one in body if instruction.name in one.operands]
+    for carry in [one for one in readers if one.op == "tuple"]:
+        at = carry.operands.index(instruction.name)
+        for loop in [one for one in body if one.op == "while" and carry.name in one.operands]:
+            inside = module.computations[loop.attribute("body") or ""]
+            names = {i.name for i in inside if i.op == "get-tuple-element" and f"index={at}" in i.rest.split(", ")}
+            readers += [one for one in inside if names.intersection(one.operands)]
+    return next((line for one in readers if (line := module.source(one, root))), "")
