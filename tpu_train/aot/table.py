@@ -39,7 +39,7 @@ class Report:
 
     @property
     def hbm_bytes(self) -> int:
-        """HBM that a device needs: what XLA assigns, or where it does not fit what its refusal names."""
+        """HBM that a device needs: what XLA assigns, or what its refusal names, which has the arguments in it too."""
         a = self.answer
         if not self.fits:
             return a["needed_bytes"]
@@ -142,8 +142,6 @@ class Report:
         yield f"  gradients       {gb(a['gradient_bytes'])} (by shape; part of the temporaries)"
         if self.fits:
             yield f"  temporaries     {gb(a['temporary_bytes'])}"
-        else:
-            yield f"  {a['out of memory']}: {gb(a['needed_bytes'])} needed"
         yield f"  largest temporaries at the peak of {gb(a['peak_bytes'])}:"
         for buffer in a["buffers"][: 8 if self.fits else 16]:
             yield f"    {gb(buffer['bytes'])}  {buffer['shape']:<26} {buffer['source']}"
