@@ -116,9 +116,10 @@ def test_a_step_that_does_not_fit_is_an_answer_with_its_buffers(answers, capsys)
     report = table.Report("v5e:1x1", 1, answers["too large"])
     assert not report.fits
     assert report.hbm_bytes > report.capacity_bytes == 15.75 * 2**30
-    largest = answers["too large"]["buffers"][0]
-    assert largest["bytes"] > 1e9
-    assert largest["source"].startswith(("tpu_train/", "pallas_kernels/"))
+    largest = answers["too large"]["buffers"][:10]
+    assert all(buffer["bytes"] > 1e9 for buffer in largest)
+    # Not all have a line: what XLA sets aside for a loop has only that of what reads it there, if that has one.
+    assert any(buffer["source"].startswith(("tpu_train/", "pallas_kernels/")) for buffer in largest)
     text = report.table(STEPS["too large"].config)
     assert "DOES NOT FIT" in text
     assert "--set model.remat=full" in text
