@@ -19,7 +19,7 @@ LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, at most
 class _Options:
     z_loss: float
     soft_cap: float | None
-    vocab_axis: str | None
+    vocab_axis: str | tuple[str, ...] | None
 
 
 def cross_entropy_xla(x_TD, w_VD, labels_T, *, z_loss, soft_cap, vocab_axis):
