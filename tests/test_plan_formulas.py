@@ -76,7 +76,14 @@ def test_a_step_worked_by_hand():
     assert blocks["mlp"].compute == blocks["mlp"].flops / 197e12
     assert blocks["mlp"].memory == blocks["mlp"].bytes / 819e9
     assert blocks["update"].bytes == 744 * (4 * 5 + 2 * 8 + 2)
-    # Latency is left out, so what is this small is bound by memory, or by the far slower link.
+    # Recomputed, all products but down take a fourth pass: q, k, v, output; gate and up, 2 of 3.
+    full = {
+        block.name: block for block in roofline.step(TINY, Split(fsdp=2, remat="full"), chips.parse("v5e-2")).blocks
+    }
+    assert full["projections"].flops == 8 * 4 * 768
+    assert full["mlp"].flops == pytest.approx(8 * (3 + 2 / 3) * 1536)
+    assert full["attention"].flops == 8 * 4.5 * 160
+    assert full["head and loss"].flops == blocks["head and loss"].flops
     assert step.useful_flops == 8 * train_flops_per_token(TINY.model, 4)
 
 

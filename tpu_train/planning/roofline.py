@@ -125,15 +125,17 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     N, K, H, F = model.num_heads / t, model.kv_heads / t, model.head_size, model.mlp_dim / t
     forward = {name: flops * M / t for name, flops in forward_flops_per_token(model, config.data.seq_len).items()}
     each, table = layer_params(model), V * D / t
-    # What is computed twice: all of a layer under full, all but its products under dots.
-    products = 4 if split.remat == "full" else 3
+    # What is computed twice: all of a layer under full, all but its products under dots; never the last product of a
+    # group, which its gradient does not read.
     forwards = 1 if split.remat == "none" else 2
     first = 2 if model.gated_mlp else 1
+    products = 4 if split.remat == "full" else 3
+    of_mlp = products - (1 / (first + 1) / len(model.window_pattern) if split.remat == "full" else 0)
     ends = (N + 2 * K) * H + 3 * D + N * H + D
     attention_bytes = products * c * (each["attention"] / t + M * ends)
     # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
     kernel_bytes = c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
-    mlp_bytes = products * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
+    mlp_bytes = of_mlp * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
     # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
     light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
     light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
@@ -146,7 +148,7 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
         ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
         ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, {}),
-        ("mlp", A * products * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
+        ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
         ("embedding", 0.0, A * (FLOAT32 * table / split.fsdp + 3 * c * table + 4 * c * M * D), traffic["embedding"]),
         # The backward pass takes the logits again: four products where the MFU counts three.
