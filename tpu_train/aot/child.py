@@ -19,7 +19,8 @@ from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train import precision
 from tpu_train.aot import collectives, flops, memory, module, traffic
-from tpu_train.models.transformer import num_params, train_flops_per_token
+from tpu_train.flops import train_flops_per_token
+from tpu_train.models.transformer import num_params
 from tpu_train.train_step import TrainState, abstract_state, trace_step
 
 OUT_OF_MEMORY = re.compile(r"memory required for (.*?) \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")

@@ -2,8 +2,9 @@
 
 The formulas follow what the trainer does, not what a trainer could do: train_step.py keeps weights and moments in
 float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
-layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps between the forward and the backward pass
-(`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares or adds on top is not in them.
+layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
+between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
+or adds on top is not in them.
 """
 
 import dataclasses
@@ -151,7 +152,7 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
 
 
 def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
-    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, the rest in float32), the others'."""
+    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'."""
     each = layer_params(model)
     matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.fsdp * split.tensor)
     norms = model.num_layers * each["norms"]
