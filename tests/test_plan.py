@@ -96,6 +96,7 @@ def test_what_the_table_does_not_know_is_shown_as_unknown(plan):
     assert "money: unknown; give --price" in out
     _, out, _ = plan(f"--config={LLAMA}", "--chips=mi300x-8")
     assert re.search(r"network of (data|fsdp|tensor): unknown, and counted as free", out)
+    assert "where traffic dominates is unknown" in out
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,8 @@ def test_what_the_table_does_not_know_is_shown_as_unknown(plan):
         (["--config=L", "--chips=v5e-8", "--watts=much"], "flag --watts=much"),
         (["--config=L", "--chips=v5e-8", "--slices=-1"], "flag --slices=-1"),
         (["--config=L", "--chips=h100-8", "--set=run.precision=float32"], "no float32 peak of h100"),
+        (["--config=L", "--chips=v5e-8", "--set=run.precision=float16"], "run.precision=float16 has no TPU hardware"),
+        (["--config=L", "--chips=h100-8", "--set=run.implementation=pallas"], "pallas runs on TPUs, and h100 is none"),
         (["--config=L", "--chips=v5e-8", "--html=nowhere/plan.html"], "can't write --html=nowhere/plan.html: No such"),
     ],
 )  # fmt: skip

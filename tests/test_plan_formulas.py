@@ -189,7 +189,7 @@ def test_the_best_way_fits_divides_and_is_the_fastest_that_does(text, rows):
     best = advice.best(config, fleet)
     assert best.fits
     assert best.split.devices == fleet.devices
-    for split in advice._splits(config, fleet, advice.REMAT):
+    for split in advice.splits(config, fleet):
         other = advice.weigh(config, fleet, split)
         assert not other.fits or other.seconds >= best.seconds
 

@@ -35,14 +35,23 @@ class Choice:
 
     @property
     def seconds(self) -> float:
+        """Of a step with half of its traffic hidden."""
         return (self.step.best + self.step.worst) / 2
 
 
 def dtype_of(config: Config, fleet: Fleet) -> str:
-    """The compute dtype of the run on these chips; "auto" is what precision.AUTO says."""
+    """The compute dtype of the run on these chips; "auto" is what precision.AUTO says.
+
+    Raises UserError where precision.resolve would.
+    """
+    platform = fleet.chip.platform
+    if config.run.precision == "float16" and platform == "tpu":
+        raise UserError("run.precision=float16 has no TPU hardware; use bfloat16, which needs no loss scale")
+    if config.run.implementation == "pallas" and platform != "tpu":
+        raise UserError(f"run.implementation=pallas runs on TPUs, and {fleet.chip.name} is none; use xla or auto")
     if config.run.precision != "auto":
         return config.run.precision
-    return "float32" if fleet.chip.platform == "cpu" else "bfloat16"
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def room(fleet: Fleet) -> float | None:
@@ -64,10 +73,10 @@ def own(config: Config, fleet: Fleet) -> Choice:
     return weigh(config, fleet, split)
 
 
-def best(config: Config, fleet: Fleet, remat: Sequence[Remat] = REMAT) -> Choice | None:
+def best(config: Config, fleet: Fleet) -> Choice | None:
     """The fastest way that fits; where none fits, the one that needs least memory; None if no mesh divides."""
     fitting, least = None, None
-    for split in _splits(config, fleet, remat):
+    for split in splits(config, fleet):
         need = memory.training(config, split)
         limit = room(fleet)
         if limit is not None and need.total > limit:
@@ -151,7 +160,7 @@ def _growing(fleet: Fleet, first: int) -> Iterator[Fleet]:
         count *= 2
 
 
-def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Split]:
+def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
     for tensor in _divisors(fleet.devices):
@@ -159,7 +168,7 @@ def _splits(config: Config, fleet: Fleet, remat: Sequence[Remat]) -> Iterator[Sp
             mesh = Split(fleet.devices // tensor // fsdp, fsdp, tensor, dtype=dtype)
             if not _divides(config, mesh, fleet):
                 continue
-            for policy in remat:
+            for policy in REMAT:
                 split, count = None, 1
                 while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * fsdp) == 0:
                     split = dataclasses.replace(mesh, accumulation=count, remat=policy)

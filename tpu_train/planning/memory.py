@@ -96,6 +96,11 @@ def moments(config: Config, split: Split) -> float:
     return whole * (first + FLOAT32) - blocks * FLOAT32
 
 
+def state(config: Config, split: Split) -> float:
+    """Bytes of weights, gradients and moments on one device."""
+    return 2 * FLOAT32 * sharded_params(config.model, split) + moments(config, split)
+
+
 def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
     """Bytes that the backward pass keeps of one layer; M = `tokens`, c = the compute dtype's bytes, t = tensor.
 

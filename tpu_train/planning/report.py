@@ -100,8 +100,8 @@ def _chips(fleet: Fleet, watts: float | None, usd: float | None, inputs: Inputs)
 
 
 def _memory(config: Config, choice: Choice) -> dict[str, Any]:
-    room, whole = choice.room, memory.Split()
-    state = 2 * memory.FLOAT32 * memory.sharded_params(config.model, whole) + memory.moments(config, whole)
+    room = choice.room
+    state = memory.state(config, memory.Split(dtype=choice.split.dtype))
     return {
         "parts": choice.memory.parts,
         "total": choice.memory.total,
@@ -174,6 +174,7 @@ def _scaling(config: Config, fleet: Fleet) -> dict[str, Any]:
     return {
         "points": [dataclasses.asdict(point) for point in points],
         "dominated_from": advice.dominated_from(points),
+        "network_known": fleet.chip.link_bytes is not None,
     }
 
 

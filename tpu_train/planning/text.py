@@ -25,8 +25,8 @@ def _head(plan: dict[str, Any]) -> list[str]:
         f"chips:      {plan['chips']['text']}",
         f"parameters: {model['parameters']:,} ({parts})",
         f"batch:      {batch['rows']:,} rows, {count_text(batch['tokens'])} tokens a step",
-        f"mesh:       data {way['data']} x fsdp {way['fsdp']} x tensor {way['tensor']}, {way['accumulation']} "
-        f"micro-batches, remat {way['remat']}, {way['dtype']} ({way['whose']})",
+        f"mesh:       data {way['data']} x fsdp {way['fsdp']} x tensor {way['tensor']}, micro-batches "
+        f"{way['accumulation']}, remat {way['remat']}, {way['dtype']} ({way['whose']})",
         *(f"note:       {note}" for note in plan["notes"]),
     ]
 
@@ -101,6 +101,8 @@ def _scaling(plan: dict[str, Any]) -> list[str]:
 
 def dominated(scaling: dict[str, Any]) -> str:
     """Where traffic takes longer than work, in words."""
+    if not scaling["network_known"]:
+        return "where traffic dominates is unknown, since the speed of this chip's network is"
     if scaling["dominated_from"] is None:
         return f"traffic dominates nowhere up to {scaling['points'][-1]['chips']} chips"
     return f"traffic dominates from {scaling['dominated_from']} chips"

@@ -32,10 +32,10 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
     for policy in advice.REMAT:
         if policy != split.remat:
             found.append(f"remat={split.remat}: {policy} {_against(config, fleet, choice, remat=policy)}")
-    if split.tensor > 1:
+    if split.tensor % 2 == 0:
         other = _against(config, fleet, choice, tensor=split.tensor // 2, fsdp=split.fsdp * 2)
         found.append(f"tensor={split.tensor}: tensor={split.tensor // 2} with fsdp={split.fsdp * 2} {other}")
-    if split.fsdp > 1 and split.fsdp % 2 == 0:
+    if split.fsdp % 2 == 0:
         other = _against(config, fleet, choice, fsdp=split.fsdp // 2, data=split.data * 2)
         found.append(f"fsdp={split.fsdp}: fsdp={split.fsdp // 2} with data={split.data * 2} {other}")
         other = _against(config, fleet, choice, fsdp=split.fsdp // 2, tensor=split.tensor * 2)
@@ -47,8 +47,7 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
 
 
 def _state(config: Config, choice: Choice) -> str:
-    whole = memory.Split(dtype=choice.split.dtype)
-    size = 2 * memory.FLOAT32 * memory.sharded_params(config.model, whole) + memory.moments(config, whole)
+    size = memory.state(config, memory.Split(dtype=choice.split.dtype))
     text = f"weights, gradients and moments are {bytes_text(size)}"
     if choice.room is None:
         return f"{text}; the memory of this chip is unknown"
