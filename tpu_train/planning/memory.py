@@ -98,7 +98,8 @@ def moments(config: Config, split: Split) -> float:
 
 def state(config: Config, split: Split) -> float:
     """Bytes of weights, gradients and moments on one device."""
-    return 2 * FLOAT32 * sharded_params(config.model, split) + moments(config, split)
+    weights = FLOAT32 * sharded_params(config.model, split)
+    return weights + sum(gradients(config.model, split)) + moments(config, split)
 
 
 def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
