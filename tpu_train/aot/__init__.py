@@ -67,10 +67,10 @@ def parse_topology(text: str) -> str:
 
 
 def num_devices(step: Step) -> int:
-    """JAX devices of all slices: one per chip, but one per core of a v4 (as the compiler sees it) and of a 7x."""
+    """JAX devices of all slices: one per chip, but two of a 7x."""
     generation, _, shape = step.topology.partition(":")
-    cores = 2 if generation in ("v4", "tpu7x") else 1
-    return step.num_slices * cores * math.prod(int(side) for side in shape.split("x"))
+    per_chip = 2 if generation == "tpu7x" else 1
+    return step.num_slices * per_chip * math.prod(int(side) for side in shape.split("x"))
 
 
 def compile_steps(steps: Sequence[Step], use_cache: bool = True) -> list[dict[str, Any]]:

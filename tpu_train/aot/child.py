@@ -15,10 +15,11 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from pallas_kernels import hlo_cost
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train import precision
-from tpu_train.aot import collectives, flops, memory, module, traffic
+from tpu_train.aot import collectives, flops, memory, traffic
 from tpu_train.flops import train_flops_per_token
 from tpu_train.models.transformer import num_params
 from tpu_train.train_step import TrainState, abstract_state, trace_step
@@ -41,9 +42,11 @@ def main(folder: Path) -> None:
 def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     """What the compiler makes of one step. Raises UserError on what does not fit together."""
     config = config_lib.from_dict(request["config"])
-    slices = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    options: dict[str, Any] = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    if request["topology"].startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # one device per chip, as a v4 has it by default; libtpu's is two
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **slices)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **options)
     except Exception as error:
         return {"no topology": str(error)}
     devices: list[Any] = list(topology.devices)
@@ -132,7 +135,7 @@ def reading(dump: Path, text: str | None, mesh: dict[str, int], root: str) -> di
     `text` is the module's; None takes the dump's, of a module that does not fit, which was given no cycles yet.
     """
     (module_file,) = dump.glob("*jit_train_step*.after_optimizations.txt")
-    read = module.parse(module_file.read_text() if text is None else text)
+    read = hlo_cost.parse(module_file.read_text() if text is None else text)
     live = module_file.with_name(module_file.name.replace(".txt", "-live-range.txt")).read_text()
     buffers = memory.at_peak(live, read, root)
     walked = list(read.walk())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tpu_train.aot.module import Instruction, Module
+from pallas_kernels.hlo_cost import Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = ("send", "recv")

@@ -7,7 +7,7 @@ XLA writes `*.after_optimizations-live-range.txt` (with --xla_dump_to) also for 
 import dataclasses
 import re
 
-from tpu_train.aot.module import Module
+from pallas_kernels.hlo_cost import Module
 
 _PEAK = re.compile(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+\{[\d,]*\}: \d+ bytes.*\n)*)", re.M)
 _LINE = re.compile(r"^ +(\S+)\{([\d,]*)\}: (\d+) bytes", re.M)

@@ -14,9 +14,9 @@ from tpu_train.config import Config
 
 GIB = 2**30
 # GiB of HBM that a program may fill on one JAX device: what the compiler's refusals name (libtpu 0.0.52).
-HBM_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
+HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 # Cores that work as one device, and their clock: the chip's peak (devices.py) over its cores' FLOPs per cycle.
-DEVICE_CORES = {"v4": 1, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}
+DEVICE_CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 
 

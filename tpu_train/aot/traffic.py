@@ -6,7 +6,7 @@ these lie in HBM; where a fusion takes a slice of an operand, or updates a part 
 
 from collections.abc import Sequence
 
-from tpu_train.aot.module import Array, Instruction, Module
+from pallas_kernels.hlo_cost import Array, Instruction, Module
 
 # What moves nothing: names for what is there already, and control flow, whose inside is walked.
 FREE = (

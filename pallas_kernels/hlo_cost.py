@@ -88,11 +88,11 @@ class Module:
         while at in self.frames:
             file, line, at = self.frames[at]
             if file.startswith(root):
-                return f"{file.removeprefix(root).lstrip('/')}:{line}"
+                return f"{file.removeprefix(f'{root}/') if root else file}:{line}"
         return ""
 
     def operation(self, instruction: Instruction) -> str:
-        """JAX's name of what it computes, as "jit(train_step)/transpose(jvp())/scatter-add"; "" where it has none."""
+        """JAX's own name of what it computes, as "jit(f)/transpose(jvp())/scatter-add"; "" where it has none."""
         found = re.search(r'op_name="([^"]*)"', instruction.rest)
         return found[1] if found else ""
 
@@ -102,6 +102,11 @@ class Module:
         limits = [int(n) for i in condition if i.op == "constant" for n in re.findall(r"^(\d+)\)", i.rest)]
         return limits[0] if len(limits) == 1 else None
 
+    @property
+    def total_cycles(self) -> float:
+        """The compiler's estimate for the whole program, without its Pallas kernels."""
+        return self._sum(self.entry)
+
     def cycles(self, instruction: Instruction) -> float:
         """`Instruction.cycles`, and of what it calls: a loop's body as often as it runs, a conditional's dearest side.
 
@@ -109,16 +114,9 @@ class Module:
         """
         if instruction.op == "while":
             return (self.trips(instruction) or 1) * self._sum(instruction.attribute("body"))
-        if instruction.op == "call":
-            return self._sum(instruction.attribute("to_apply"))
-        if instruction.op == "conditional":
+        if instruction.op in ("call", "conditional"):
             return max((self._sum(name) for name in branches(instruction)), default=0)
         return instruction.cycles
-
-    @property
-    def total_cycles(self) -> float:
-        """`cycles` of the whole module."""
-        return self._sum(self.entry)
 
     def _sum(self, computation: str | None) -> float:
         return sum(self.cycles(instruction) for instruction in self.computations[computation or ""])
@@ -133,19 +131,17 @@ class Module:
             if instruction.op == "while":
                 times = runs * (self.trips(instruction) or 1)
                 yield from self._walk(instruction.attribute("body") or "", times)
-            elif instruction.op == "call":
-                yield from self._walk(instruction.attribute("to_apply") or "", runs)
-            elif instruction.op == "conditional":
+            elif instruction.op in ("call", "conditional"):
                 for name in branches(instruction):
                     yield from self._walk(name, runs)
 
 
-def branches(conditional: Instruction) -> list[str]:
-    """The computations of a conditional's sides."""
-    listed = re.search(r"branch_computations=\{([^}]*)\}", conditional.rest)
-    if listed:
+def branches(instruction: Instruction) -> list[str]:
+    """The computations of a conditional's sides, or the one that a call runs."""
+    if listed := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
         return re.findall(r"%([\w.-]+)", listed[1])
-    return [name for side in ("true_computation", "false_computation") if (name := conditional.attribute(side))]
+    names = ("to_apply", "true_computation", "false_computation")
+    return [found for name in names if (found := instruction.attribute(name))]
 
 
 def parse(text: str) -> Module:
@@ -167,11 +163,9 @@ def parse(text: str) -> Module:
 
 
 def _instruction(name: str, body: str) -> Instruction:
-    end = body.index(" ")
-    if body.startswith("("):  # a tuple's type has spaces in it
-        end = _closing(body[1:]) + 2
-    op, _, rest = body[end + 1 :].partition("(")
-    return Instruction(name, body[:end], op, rest)
+    shape = body[: _closing(body[1:]) + 2] if body.startswith("(") else body.partition(" ")[0]
+    op, _, rest = body[len(shape) + 1 :].partition("(")
+    return Instruction(name, shape, op, rest)
 
 
 def _closing(text: str) -> int:
