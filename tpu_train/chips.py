@@ -82,13 +82,16 @@ def _sources(main: str, **others: str) -> dict[str, str]:
     return {field.name: others.get(field.name, main) for field in dataclasses.fields(Chip)[3:-2]}
 
 
+# name, platform, kinds, bf16_flops, int8_ops, memory, memory_bytes
+# torus, link_bytes, slow_bytes, watts, usd_hour
+# sources
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip(
             *("v4", "tpu", ("TPU v4",), 275e12, 275e12, 32 * GIB, 1200 * GB),
             *((16, 16, 16), 45 * GB, 6.25 * GB, 170.0, None),
-            _sources(_V4, link_bytes=_BOOK, slow_bytes=f"{_BOOK}: 25 GB/s a host of four chips"),
+            _sources(_V4, link_bytes=_BOOK, slow_bytes=f"{_BOOK}: 25 GB/s a host of four chips", watts=f"{_V4}: mean"),
         ),
         Chip(
             *("v5e", "tpu", ("TPU v5 lite", "TPU v5e"), 197e12, 393e12, 16 * GIB, 819 * GB),
