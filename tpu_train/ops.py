@@ -3,6 +3,8 @@
 Kernels see one device's shard: whole sequences, some of the batch, some of the heads or of the vocabulary.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,8 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     a few rows cross the mesh, and neither the table nor its gradient is ever whole.
     """
     size = jax.sharding.get_abstract_mesh().shape
+    if math.prod(size.values()) == 1:  # XLA on CPU keeps a sum over one device
+        return table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"]).astype(dtype)
 
     def local(table_VD, tokens_BT):
         if size["fsdp"] > 1:

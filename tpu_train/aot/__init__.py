@@ -78,9 +78,9 @@ def compile_steps(steps: Sequence[Step], use_cache: bool = True) -> list[dict[st
     keys = [key(step) for step in steps]
     files = [CACHE / f"{name}.json" for name in keys]
     missing = [i for i, file in enumerate(files) if not (use_cache and file.exists())]
-    answers = dict(zip(missing, _run([steps[i] for i in missing]), strict=True)) if missing else {}
+    answers = dict(zip(missing, run([steps[i] for i in missing]), strict=True)) if missing else {}
     for i, answer in answers.items():
-        _refuse(steps[i], answer)
+        refuse(steps[i], answer)
         files[i].parent.mkdir(parents=True, exist_ok=True)
         part = files[i].with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(answer))
@@ -112,7 +112,8 @@ def source_hash(root: Path) -> str:
     return total.hexdigest()
 
 
-def _run(steps: Sequence[Step]) -> list[dict[str, Any]]:
+def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """The compiler's answers, from one process; each may be a refusal."""
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
         requests = [
@@ -144,7 +145,7 @@ def _run(steps: Sequence[Step]) -> list[dict[str, Any]]:
         return answers
 
 
-def _refuse(step: Step, answer: Mapping[str, Any]) -> None:
+def refuse(step: Step, answer: Mapping[str, Any]) -> None:
     """Raises UserError for an answer that is none, so that it is not kept."""
     if "bad" in answer:
         raise UserError(answer["bad"])
