@@ -10,6 +10,7 @@ import pallas_kernels
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
+from pallas_kernels.cross_entropy.tpu import kernels_pay
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P, gather
@@ -74,13 +75,15 @@ def linear_cross_entropy(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Per-token loss_BT (z-loss included) and lse_BT in float32; `w_VD` as stored."""
-    # Pallas has no kernel for it yet. The reference takes the whole vocabulary; xla a slice each, summed over the axis.
-    implementation = "xla" if compute.implementation == "pallas" else compute.implementation
-    vocab_axis = None if implementation == "reference" else "tensor"
+    # The reference takes the whole vocabulary; the others a slice each, summed over the axis.
+    vocab_axis = None if compute.implementation == "reference" else "tensor"
 
     def local(x_BTD, w_VD, labels_BT):
+        x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
+        if implementation == "pallas" and not kernels_pay(x_TD, w_VD):
+            implementation = "xla"
         loss, lse = pallas_kernels.linear_cross_entropy(
-            x_BTD.reshape(-1, x_BTD.shape[-1]),
+            x_TD,
             w_VD,
             labels_BT.reshape(-1),
             z_loss=z_loss,

@@ -47,10 +47,10 @@ def linear_cross_entropy(
       logit_soft_cap: cap * tanh(logit / cap).
       label_smoothing: e, in [0, 1].
       vocab_axis: inside shard_map, the mesh axis over which w's rows are split; labels stay global ids.
-      return_argmax: also return the id of each token's highest logit, as for the accuracy.
+      return_argmax: also return the id of each token's highest logit before the cap, as for the accuracy.
       block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
-      implementation: "reference", "xla" (chunked over T), "pallas" (on a TPU; no logits in HBM) or "interpret" (the same
-        kernels anywhere, slowly).
+      implementation: "reference", "xla" (chunked over T), "pallas" (on a TPU; logits never leave VMEM) or "interpret"
+        (the same kernels anywhere, slowly).
 
     Returns:
       loss_T and lse_T, float32; both differentiable with respect to x, w and the weights. The lse is neither weighted
@@ -82,14 +82,16 @@ def linear_cross_entropy(
         with_total=label_smoothing > 0,
         with_argmax=return_argmax,
     )
-    rows, shard, shards = len(w_VD), 0, 1
-    if vocab_axis is not None and implementation != "reference":
-        shard, shards = jax.lax.axis_index(vocab_axis).astype(jnp.int32), jax.lax.axis_size(vocab_axis)
+    rows, first_row, shards = len(w_VD), jnp.int32(0), 1
+    if vocab_axis is None:
+        x_TD, w_VD, labels_T, weights_T = vary_alike(x_TD, w_VD, labels_T, weights_T)
+    elif implementation != "reference":
+        first_row, shards = jax.lax.axis_index(vocab_axis).astype(jnp.int32) * rows, jax.lax.axis_size(vocab_axis)
     if labels_T.dtype.itemsize < 4:
         labels_T = labels_T.astype(jnp.int32)
     # Compared before they become int32: an id past it must not wrap round to a row.
     exists_T = (labels_T >= 0) & (labels_T < rows * shards)
-    local_T = jnp.where(exists_T, labels_T, 0).astype(jnp.int32) - shard * rows
+    local_T = jnp.where(exists_T, labels_T, 0).astype(jnp.int32) - first_row
     local_T = jnp.where(exists_T & (local_T >= 0) & (local_T < rows), local_T, NOWHERE)
     found = run(options, x_TD, w_VD, local_T)
 

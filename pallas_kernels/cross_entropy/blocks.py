@@ -71,6 +71,19 @@ def choose(shape: Shape, chip: Chip | None) -> BlockSizes:
     return BlockSizes(forward, backward)
 
 
+def pays(shape: Shape, chip: Chip) -> bool:
+    """Whether the kernels beat XLA: tokens fill the lanes, and the copies of dx hide behind the products.
+
+    Those move 10 bytes a token and number of D for each block of the head (kernel.py), so it takes large ones; 1,024
+    rows for a matrix unit of 256 that 937 bytes a cycle from v6e's HBM feed, half of it for one of 128.
+    """
+    try:
+        sizes = choose(shape, chip)
+    except ValueError:
+        return False
+    return shape.T >= LANES and sizes.backward.vocab >= min(4 * chip.mxu_size, _up(shape.V, LANES))
+
+
 def _forwards(shape: Shape, chip: Chip):
     for tokens, vocab in FORWARD:
         if chip.mxu_size == 128:
@@ -121,7 +134,7 @@ def forward_bytes(cut: Forward, shape: Shape) -> int:
 def backward_bytes(cut: Backward, shape: Shape) -> int:
     """The head's block, its tasks on their way in, its gradient; two blocks of x and dx; logits and their gradients."""
     head = shape.width * (cut.vocab * (shape.itemsize + 4) + cut.ahead * cut.rows * shape.w_itemsize)
-    dx_blocks = 1 if shape.T <= cut.tokens else 2
+    dx_blocks = 1 if cut.tokens >= shape.T else 2
     tokens = shape.width * cut.tokens * (2 * shape.itemsize + 4 * dx_blocks)
     logits = cut.tokens * (cut.vocab * shape.itemsize + cut.ahead * cut.rows * (shape.itemsize + 2 * 4))
     return head + tokens + logits + 8 * 8 * 4 * cut.tokens

@@ -40,7 +40,7 @@ class Spec:
     def forward_refs(self, refs) -> "_Forward":
         """The refs by name, None for those that are not there."""
         there = {"total": self.with_total, "sum_logits": self.with_total, "w_cast": self.casts}
-        there |= {name: self.with_argmax for name in ("highest", "argmax", "best")}
+        there |= {name: self.with_argmax for name in ("highest", "argmax", "top", "best")}
         given = iter(refs)
         return _Forward(*(next(given) if there.get(name, True) else None for name in _Forward._fields))
 
@@ -62,7 +62,8 @@ class _Forward(NamedTuple):
     m: Any
     at: Any
     sum_logits: Any
-    best: Any
+    top: Any  # the highest logit before the cap, under which several may become one
+    best: Any  # and its id
 
 
 class _Backward(NamedTuple):
@@ -110,7 +111,9 @@ def forward_kernel(spec: Spec, *refs):
     @pl.when(j == 0)
     def _():
         refs.waiting[...] = jnp.full_like(refs.waiting, -jnp.inf)
-        refs.m[...] = jnp.full_like(refs.m, LOWEST)
+        for ref in (refs.m, refs.top):
+            if ref is not None:
+                ref[...] = jnp.full_like(ref, LOWEST)
         for ref in (refs.sum, refs.at, refs.sum_logits, refs.best):
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
@@ -139,16 +142,22 @@ def forward_kernel(spec: Spec, *refs):
         if spec.with_total:
             refs.total[...] = refs.sum_logits[...]
         if spec.with_argmax:
-            refs.highest[...] = refs.m[...]
+            refs.highest[...] = refs.top[...]
             refs.argmax[...] = refs.best[...]
 
 
 def _absorb(spec: Spec, refs: _Forward, s_VT, tile, first):
     """Takes the logits of the rows from `first` on into the statistics of a tile of tokens."""
-    if spec.soft_cap is not None:
-        s_VT = jnp.float32(spec.soft_cap) * jnp.tanh(s_VT * jnp.float32(1 / spec.soft_cap))
     row_VT = jax.lax.broadcasted_iota(jnp.int32, s_VT.shape, 0)
     exists_VT = row_VT < spec.rows - first
+    if spec.with_argmax:
+        top, raw_VT = refs.top[:, tile], jnp.where(exists_VT, s_VT, -jnp.inf)
+        here = jnp.max(raw_VT, axis=0, keepdims=True)
+        lowest_id = jnp.min(jnp.where(raw_VT == here, row_VT, jnp.int32(2**30)), axis=0, keepdims=True) + first
+        refs.best[:, tile] = jnp.where(here > top, lowest_id, refs.best[:, tile])
+        refs.top[:, tile] = jnp.maximum(top, here)
+    if spec.soft_cap is not None:
+        s_VT = jnp.float32(spec.soft_cap) * jnp.tanh(s_VT * jnp.float32(1 / spec.soft_cap))
     if spec.with_total or spec.soft_cap is not None:
         # The first task finds -inf waiting, as of rows before the first, which neither a sum nor a cap keeps out.
         exists_VT = exists_VT & (row_VT >= -first)
@@ -156,16 +165,12 @@ def _absorb(spec: Spec, refs: _Forward, s_VT, tile, first):
         refs.sum_logits[:, tile] += jnp.sum(jnp.where(exists_VT, s_VT, 0.0), axis=0, keepdims=True)
     s_VT = jnp.where(exists_VT, s_VT, -jnp.inf)
     before = refs.m[:, tile]
-    here = jnp.max(s_VT, axis=0, keepdims=True)
-    highest = jnp.maximum(before, here)
+    highest = jnp.maximum(before, jnp.max(s_VT, axis=0, keepdims=True))
     refs.m[:, tile] = highest
     new = jnp.sum(jnp.exp(s_VT - highest), axis=0, keepdims=True)
     refs.sum[:, tile] = refs.sum[:, tile] * jnp.exp(before - highest) + new
     is_label_VT = row_VT == refs.labels[:, tile] - first
     refs.at[:, tile] += jnp.sum(jnp.where(is_label_VT, s_VT, 0.0), axis=0, keepdims=True)
-    if spec.with_argmax:
-        lowest_id = jnp.min(jnp.where(s_VT == here, row_VT, jnp.int32(2**30)), axis=0, keepdims=True) + first
-        refs.best[:, tile] = jnp.where(here > before, lowest_id, refs.best[:, tile])
 
 
 def backward_kernel(spec: Spec, *refs):

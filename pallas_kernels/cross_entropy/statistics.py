@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
     lse: jax.Array
     at_label: jax.Array  # 0 without a label
     total: jax.Array | None  # sum over the vocabulary
-    argmax: jax.Array | None  # the lowest id where several are highest
+    argmax: jax.Array | None  # before the cap, which may make several equal; the lowest id where several are
 
 
 def over_shards(options: Options, shard: Statistics, highest_T: jax.Array | None, rows: int) -> Statistics:

@@ -43,8 +43,7 @@ def statistics_pallas(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
         raise ValueError("linear_cross_entropy: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
-    chip = chip_in_use()
-    shape = blocks.Shape(*x_TD.shape, len(w_VD), x_TD.dtype.itemsize, w_VD.dtype.itemsize)
+    chip, shape = chip_in_use(), _shape(x_TD, w_VD)
     if sizes is None:
         sizes = blocks.choose(shape, chip)
     else:
@@ -54,6 +53,17 @@ def statistics_pallas(
     return _statistics(call, x_TD, vary_like(w_VD, x_TD), labels_T)
 
 
+def kernels_pay(x_TD, w_VD) -> bool:
+    """Whether the kernels are worth their while on the TPU generation of the mesh in use; False where there is none."""
+    chip = chip_in_use()
+    return chip is not None and blocks.pays(_shape(x_TD, w_VD), chip)
+
+
+def _shape(x_TD, w_VD) -> blocks.Shape:
+    (T, D), V = x_TD.shape, len(w_VD)
+    return blocks.Shape(T, D, V, x_TD.dtype.itemsize, w_VD.dtype.itemsize)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(call, x_TD, w_VD, labels_T):
     return _statistics_fwd(call, x_TD, w_VD, labels_T)[0]
@@ -61,7 +71,7 @@ def _statistics(call, x_TD, w_VD, labels_T):
 
 def _statistics_fwd(call: _Call, x_TD, w_VD, labels_T):
     options, cut = call.options, call.sizes.forward
-    (T, D), V = x_TD.shape, len(w_VD)
+    T, V = len(x_TD), len(w_VD)
     x, w, labels = vary_alike(*_padded(x_TD, w_VD, labels_T, cut.tokens, cut.vocab))
     spec = _spec(call, x, w, V)
 
@@ -79,7 +89,7 @@ def _statistics_fwd(call: _Call, x_TD, w_VD, labels_T):
     scratch = [pltpu.VMEM((cut.rows, cut.tile), jnp.float32)]
     if spec.casts:
         scratch.insert(0, pltpu.VMEM((cut.rows, x.shape[1]), x.dtype))
-    running = [jnp.float32] * (3 + options.with_total) + [jnp.int32] * options.with_argmax
+    running = [jnp.float32] * (3 + options.with_total + options.with_argmax) + [jnp.int32] * options.with_argmax
     scratch += [pltpu.VMEM((1, cut.tokens), dtype) for dtype in running]
     found = _pallas_call(
         call,
@@ -94,9 +104,9 @@ def _statistics_fwd(call: _Call, x_TD, w_VD, labels_T):
         scratch_shapes=scratch,
     )(labels[None], x, w)
     rows = iter(row[0, :T] for row in found)
-    shard = [next(rows), next(rows), next(rows) if options.with_total else None]
+    lse_T, at_label_T, total_T = next(rows), next(rows), next(rows) if options.with_total else None
     highest_T, argmax_T = (next(rows), next(rows)) if options.with_argmax else (None, None)
-    whole = over_shards(options, Statistics(*shard, argmax_T), highest_T, V)
+    whole = over_shards(options, Statistics(lse_T, at_label_T, total_T, argmax_T), highest_T, V)
     return whole, (x_TD, w_VD, labels_T, whole.lse)
 
 

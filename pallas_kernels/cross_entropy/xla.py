@@ -39,15 +39,16 @@ def _statistics_fwd(options: Options, x_CTD, w_VD, labels_CT):
 
     def one_chunk(chunk):
         x_TD, labels_T = chunk
-        logits_TV, _ = _logits(options, x_TD, w)
+        raw_TV = einsum_f32("TD,VD->TV", x_TD, w)
+        logits_TV, _ = _capped(options, raw_TV)
         highest_T = jnp.max(logits_TV, axis=-1)
         found = Statistics(
             lse=highest_T + jnp.log(jnp.sum(jnp.exp(logits_TV - highest_T[:, None]), axis=-1)),
             at_label=jnp.sum(jnp.where(_is_label(labels_T, w), logits_TV, 0.0), axis=-1),
             total=jnp.sum(logits_TV, axis=-1) if options.with_total else None,
-            argmax=jnp.argmax(logits_TV, axis=-1).astype(jnp.int32) if options.with_argmax else None,
+            argmax=jnp.argmax(raw_TV, axis=-1).astype(jnp.int32) if options.with_argmax else None,
         )
-        return over_shards(options, found, highest_T, len(w))
+        return over_shards(options, found, jnp.max(raw_TV, axis=-1) if options.with_argmax else None, len(w))
 
     found = _map(one_chunk, (x_CTD, labels_CT))
     return found, (x_CTD, w_VD, labels_CT, found.lse)
@@ -59,7 +60,7 @@ def _statistics_bwd(options: Options, residuals, cotangents):
 
     def one_chunk(dw_VD, chunk):
         x_TD, labels_T, lse_T, dlse_T, dlabel_T, dtotal_T = chunk
-        logits_TV, slope = _logits(options, x_TD, w)
+        logits_TV, slope = _capped(options, einsum_f32("TD,VD->TV", x_TD, w))
         p_TV = jnp.exp(logits_TV - lse_T[:, None])
         dlogits_TV = p_TV * dlse_T[:, None] + jnp.where(_is_label(labels_T, w), dlabel_T[:, None], 0.0)
         if dtotal_T is not None:
@@ -82,9 +83,8 @@ def _statistics_bwd(options: Options, residuals, cotangents):
 _statistics.defvjp(_statistics_fwd, _statistics_bwd)
 
 
-def _logits(options: Options, x_TD, w_VD):
-    """Float32 logits and the slope of the soft cap at each."""
-    logits_TV = einsum_f32("TD,VD->TV", x_TD, w_VD)
+def _capped(options: Options, logits_TV):
+    """Logits under the soft cap, and its slope at each."""
     if options.soft_cap is None:
         return logits_TV, 1.0
     bent = jnp.tanh(logits_TV / options.soft_cap)

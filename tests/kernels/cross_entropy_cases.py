@@ -1,9 +1,11 @@
 """What the tests of linear cross entropy share: arrays, the answer in float64, and a call with every gradient."""
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import linear_cross_entropy
 
@@ -54,6 +56,7 @@ def numpy_cross_entropy(
     labels, V = np.asarray(arrays["labels"]), len(w)
     weights = np.asarray(arrays.get("weights", np.ones(len(x))), np.float64)
     logits, slope = x @ w.T, np.ones(())
+    argmax = logits.argmax(axis=1)
     if logit_soft_cap is not None:
         bent = np.tanh(logits / logit_soft_cap)
         logits, slope = logit_soft_cap * bent, 1 - bent**2
@@ -70,14 +73,31 @@ def numpy_cross_entropy(
     through_lse = through_loss * (1 + 2 * z_loss * lse) + dlse
     p = np.exp(logits - lse[:, None])
     dlogits = (p * through_lse[:, None] - q * through_loss[:, None]) * slope
-    wanted = {"loss": loss * weights, "lse": lse, "argmax": logits.argmax(axis=1)}
+    wanted = {"loss": loss * weights, "lse": lse, "argmax": argmax}
     wanted |= {"dx": dlogits @ w, "dw": dlogits.T @ x}
     return wanted | ({"dweights": np.where(counts, dloss * loss, 0)} if "weights" in arrays else {})
 
 
 def run(arrays: dict[str, Any], implementation: str, **options) -> dict[str, np.ndarray]:
     """What `numpy_cross_entropy` returns, from an implementation."""
-    return jax.tree.map(np.asarray, jax.jit(lambda arrays: value_and_grads(arrays, implementation, **options))(arrays))
+    go = functools.partial(value_and_grads, implementation=implementation, **options)
+    if implementation == "interpret":  # the interpreter can't run under a mesh with Explicit axes
+        go = jax.shard_map(go, in_specs=P(), out_specs=P())
+    return jax.tree.map(np.asarray, jax.jit(go)(arrays))
+
+
+def sharded(arrays: dict[str, Any], implementation: str, **options) -> dict[str, np.ndarray]:
+    """The same on the mesh in use: tokens split over `data`, the vocabulary over `tensor`."""
+    tokens, head = P("data"), P("tensor", None)
+    specs = {"x": P("data", None), "w": head} | dict.fromkeys(("labels", "weights", "dloss", "dlse"), tokens)
+    out_specs = {"dx": P("data", None), "dw": head} | dict.fromkeys(("loss", "lse", "argmax", "dweights"), tokens)
+    if "weights" not in arrays:
+        del out_specs["dweights"]
+    go = functools.partial(value_and_grads, implementation=implementation, vocab_axis="tensor", **options)
+    split = jax.shard_map(go, in_specs=({name: specs[name] for name in arrays},), out_specs=out_specs)
+    mesh = jax.sharding.get_mesh()
+    placed = {name: jax.device_put(a, jax.NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
+    return jax.tree.map(np.asarray, jax.jit(split)(placed))
 
 
 def value_and_grads(arrays: dict[str, Any], implementation: str, **options) -> dict[str, jax.Array]:
