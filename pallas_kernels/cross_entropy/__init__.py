@@ -27,7 +27,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
-    vocab_axis: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
     return_argmax: bool = False,
     block_sizes: BlockSizes | None = None,
     implementation: str = "xla",
@@ -46,7 +46,7 @@ def linear_cross_entropy(
       z_loss: weight of lse^2.
       logit_soft_cap: cap * tanh(logit / cap).
       label_smoothing: e, in [0, 1].
-      vocab_axis: inside shard_map, the mesh axis over which w's rows are split; labels stay global ids.
+      vocab_axis: inside shard_map, the mesh axis or axes over which w's rows are split; labels stay global ids.
       return_argmax: also return the id of each token's highest logit before the cap, as for the accuracy.
       block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
       implementation: "reference", "xla" (chunked over T), "pallas" (on a TPU; logits never leave VMEM) or "interpret"

@@ -99,7 +99,7 @@ def _backwards(shape: Shape, chip: Chip):
         tokens, vocab = _block(shape.T, tokens), _block(shape.V, vocab)
         rows = _divisor(chip.mxu_size, vocab)
         ahead = 2 if vocab % (2 * rows) == 0 else 1
-        yield Backward(tokens, vocab, rows, _divisor(512, shape.width), ahead)
+        yield Backward(tokens, vocab, rows, _divisor(4 * chip.mxu_size, shape.width), ahead)
 
 
 def _divisor(most: int, size: int) -> int:

@@ -14,10 +14,10 @@ NOWHERE = -(2**30)  # in place of a label that is no row of the head, or one of 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What changes the statistics. `vocab_axis`: the mesh axis that splits the head's rows."""
+    """What changes the statistics. `vocab_axis`: the mesh axis or axes that split the head's rows."""
 
     soft_cap: float | None
-    vocab_axis: str | None
+    vocab_axis: str | tuple[str, ...] | None
     with_total: bool
     with_argmax: bool
 
