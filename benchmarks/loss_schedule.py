@@ -3,11 +3,12 @@
     python benchmarks/loss_schedule.py
     python benchmarks/loss_schedule.py --topologies=v6e:1x1 --tokens=8192 --model_dim=2048 --vocab_size=32000
 
-A training step's forward and backward of bf16 hidden states and a float32 head. Ours are read from the kernels'
-schedules: the cycles that one core's program and matrix units need if no copy is waited for. `bound` is what four
-products (logits twice, both gradients) take at the device's bf16 peak, `HBM` the bytes that the kernels' copies move,
-beside what the device's HBM could move in those cycles, `temporaries` what the program keeps in HBM beside its
-arguments and results.
+A training step's forward and backward of bf16 hidden states and a float32 head. Ours are schedules: the cycles that the
+program and the matrix units of one core need if no copy is waited for, and XLA's estimate for what stands around the
+kernels. XLA's are its own estimates for implementation="xla": `whole` with the logits of all tokens at once in HBM,
+`chunked` as it is by default. `bound` is what four products take at the device's bf16 peak; `HBM` the bytes that our
+kernels' copies move and, in brackets, what the device could move in that time; `temporaries` what a program keeps in HBM
+beside its arguments and results.
 """
 
 import argparse
@@ -17,8 +18,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from pallas_kernels import schedule
-from pallas_kernels.cross_entropy import blocks, cases
+from pallas_kernels import linear_cross_entropy, schedule
+from pallas_kernels.cases import Case
+from pallas_kernels.cross_entropy import blocks, cases, xla
 from pallas_kernels.runtime import CHIPS
 
 HBM_BYTES_A_CYCLE = {"v4": 1170, "v5e": 546, "v5p": 1580, "v6e": 937, "tpu7x": 1676}  # of a device; published figures
@@ -34,10 +36,42 @@ def moved_bytes(sizes: blocks.BlockSizes, T: int, D: int, V: int, cores: int) ->
     return read_forward + head + 2 * T * D * vocab_blocks + dx
 
 
-def temporary_bytes(report: schedule.Report, job: schedule.Job) -> int:
-    results = jax.eval_shape(job.fn, *job.args)
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((job.args, results)))
-    return report.hbm_bytes - held
+def xla_job(case: Case, topology: str, logit_bytes: int) -> schedule.Job:
+    def step(x_TD, w_VD, labels_T):
+        kept, xla.LOGIT_BYTES = xla.LOGIT_BYTES, logit_bytes
+        (loss_T, lse_T), vjp = jax.vjp(lambda x, w: linear_cross_entropy(x, w, labels_T), x_TD, w_VD)
+        results = loss_T, vjp((loss_T, lse_T))
+        xla.LOGIT_BYTES = kept
+        return results
+
+    return schedule.Job(step, case.args, topology)
+
+
+def row(case: Case, topology: str, T: int, D: int, V: int) -> str:
+    generation, _ = schedule.parse_topology(topology)
+    jobs = [case.job(topology), *(xla_job(case, topology, size) for size in (2**40, xla.LOGIT_BYTES))]
+    ours, whole, chunked = schedule.measure_all(jobs)
+    if isinstance(ours, schedule.ScheduleError):
+        return f"| {generation} | refused: {ours} |"
+    chip = CHIPS[generation]
+    bound = 4 * 2 * T * D * V / (chip.cores * ours.core.peak_bf16_flops)
+    forward, backward = (
+        sum(kernel.cycles for kernel in ours.kernels if f"entropy_{what}" in kernel.name)
+        for what in ("forward", "backward")
+    )
+    total = ours.cycles + ours.xla_cycles
+    cells = [generation, *(f"{n / 1e6:.1f}" for n in (forward, backward, ours.xla_cycles, bound))]
+    cells.append(f"{total / bound:.3f}")
+    sizes = blocks.choose(blocks.Shape(T, D, V, 2, 4), chip)
+    moved, could = moved_bytes(sizes, T, D, V, chip.cores), total * HBM_BYTES_A_CYCLE[generation]
+    cells += [f"{moved / 1e9:.0f} ({could / 1e9:.0f})", f"{ours.temporary_bytes / 1e9:.2f}"]
+    for report in (whole, chunked):
+        if isinstance(report, schedule.ScheduleError):
+            cells += [str(report), "", ""]
+        else:
+            cells += [f"{report.xla_cycles / 1e6:.1f}", f"{total / report.xla_cycles:.2f}"]
+            cells.append(f"{report.temporary_bytes / 1e9:.2f}")
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -49,24 +83,12 @@ def main() -> None:
     flags = parser.parse_args()
     T, D, V = flags.tokens, flags.model_dim, flags.vocab_size
     case = cases.train(T, D, V)
-    print("| chip | forward | backward | both | bound | both / bound | HBM, GB (could) | temporaries, GB |")
-    print("|" + "---|" * 8)
+    print("M cycles; GB")
+    print("| chip | forward | backward | around | bound | ours / bound | HBM | temporaries ", end="")
+    print("".join(f"| XLA {name} | ours / it | its temporaries " for name in ("whole", "chunked")), end="|\n")
+    print("|" + "---|" * 14)
     for topology in flags.topologies.split(","):
-        job = case.job(topology)
-        (report,) = schedule.measure_all([job])
-        generation, _ = schedule.parse_topology(topology)
-        if isinstance(report, schedule.ScheduleError):
-            print(f"| {generation} | refused: {report} |")
-            continue
-        chip = CHIPS[generation]
-        sizes = blocks.choose(blocks.Shape(T, D, V, 2, 4), chip)
-        forward, backward = (kernel.cycles for kernel in report.kernels)
-        bound = 4 * 2 * T * D * V / (chip.cores * report.core.peak_bf16_flops)
-        both = forward + backward
-        row = [generation, *(f"{n / 1e6:.1f} M" for n in (forward, backward, both, bound)), f"{both / bound:.3f}"]
-        moved, could = moved_bytes(sizes, T, D, V, chip.cores), both * HBM_BYTES_A_CYCLE[generation]
-        row += [f"{moved / 1e9:.1f} ({could / 1e9:.0f})", f"{temporary_bytes(report, job) / 1e9:.3f}"]
-        print("|", " | ".join(row), "|", flush=True)
+        print(row(case, topology, T, D, V), flush=True)
 
 
 if __name__ == "__main__":

@@ -86,14 +86,14 @@ def run(arrays: dict[str, Any], implementation: str, **options) -> dict[str, np.
     return jax.tree.map(np.asarray, jax.jit(go)(arrays))
 
 
-def sharded(arrays: dict[str, Any], implementation: str, **options) -> dict[str, np.ndarray]:
-    """The same on the mesh in use: tokens split over `data`, the vocabulary over `tensor`."""
-    tokens, head = P("data"), P("tensor", None)
+def sharded(arrays: dict[str, Any], implementation: str, vocab_axis, **options) -> dict[str, np.ndarray]:
+    """The same on the mesh in use: tokens split over `data`, the vocabulary over the axis or axes given."""
+    tokens, head = P("data"), P(vocab_axis, None)
     specs = {"x": P("data", None), "w": head} | dict.fromkeys(("labels", "weights", "dloss", "dlse"), tokens)
     out_specs = {"dx": P("data", None), "dw": head} | dict.fromkeys(("loss", "lse", "argmax", "dweights"), tokens)
     if "weights" not in arrays:
         del out_specs["dweights"]
-    go = functools.partial(value_and_grads, implementation=implementation, vocab_axis="tensor", **options)
+    go = functools.partial(value_and_grads, implementation=implementation, vocab_axis=vocab_axis, **options)
     split = jax.shard_map(go, in_specs=({name: specs[name] for name in arrays},), out_specs=out_specs)
     mesh = jax.sharding.get_mesh()
     placed = {name: jax.device_put(a, jax.NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
