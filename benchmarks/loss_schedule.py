@@ -7,8 +7,8 @@ A training step's forward and backward of bf16 hidden states and a float32 head.
 program and the matrix units of one core need if no copy is waited for, and XLA's estimate for what stands around the
 kernels. XLA's are its own estimates for implementation="xla": `whole` with the logits of all tokens at once in HBM,
 `chunked` as it is by default. `bound` is what four products take at the device's bf16 peak; `HBM` the bytes that our
-kernels' copies move and, in brackets, what the device could move in that time; `temporaries` what a program keeps in HBM
-beside its arguments and results.
+kernels' copies move and, in brackets, what the device could move in that time; `temporaries` what a program keeps in
+HBM beside its arguments and results.
 """
 
 import argparse
