@@ -114,10 +114,12 @@ def linear_cross_entropy(
 
 
 def _check(x, w, labels, weights, ignore_id):
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or labels.shape != x.shape[:1] or not w.size:
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or labels.shape != x.shape[:1]:
         raise ValueError(
             f"linear_cross_entropy takes x_TD, w_VD, labels_T; got shapes {x.shape}, {w.shape}, {labels.shape}"
         )
+    if not x.size or not w.size:
+        raise ValueError(f"linear_cross_entropy: x {list(x.shape)} and w {list(w.shape)} must not be empty")
     if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"linear_cross_entropy: x is {x.dtype} and w is {w.dtype}; they must be floats")
     if not jnp.issubdtype(labels.dtype, jnp.integer):

@@ -5,7 +5,7 @@ import dataclasses
 from pallas_kernels.runtime import CHIPS, Chip
 
 LANES = 128
-SHARE = 0.92  # of VMEM that blocks may fill; the rest is for values that the compiler spills
+SHARE = 0.94  # of VMEM that blocks may fill; the rest is for values that the compiler spills
 
 
 @dataclasses.dataclass(frozen=True)
