@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.cross_entropy.blocks import BlockSizes
 
+CAST_ROWS = 32  # at a time: as many as registers hold; all of a task's at once would be spilled to VMEM
 LOWEST = -1e30  # a maximum of nothing; finite, so that -inf minus it is -inf
 
 
@@ -211,10 +212,7 @@ def backward_kernel(spec: Spec, *refs):
         def _():
             for slot, k in enumerate(at):
                 fetch(first_sub + k, slot, start=False)
-                row_VD = jax.lax.broadcasted_iota(jnp.int32, (cut.rows, 1), 0)
-                exists_VD = row_VD < spec.rows - (first_sub + k) * cut.rows
-                w_VD = jnp.where(exists_VD, refs.w_stage[slot], 0)
-                refs.w[rows[slot], :] = w_VD.astype(refs.w.dtype)
+                _cast(refs, slot, k * cut.rows, cut.rows, spec.rows - (first_sub + k) * cut.rows)
 
                 @pl.when((k + cut.ahead < subs) | jnp.logical_not(is_last_block))
                 def _(k=k, slot=slot):
@@ -247,6 +245,19 @@ def backward_kernel(spec: Spec, *refs):
             save(first_sub + k, k, start=False)
 
         _loop(subs, wait)
+
+
+def _cast(refs: _Backward, slot: int, first, rows: int, left) -> None:
+    """Rows of the head from where they came in to where the products read them; zeros past the `left` that exist."""
+
+    def piece(n):
+        at = pl.multiple_of(n * CAST_ROWS, CAST_ROWS)
+        exists_V1 = jax.lax.broadcasted_iota(jnp.int32, (CAST_ROWS, 1), 0) < left - at
+        w_VD = jnp.where(exists_V1, refs.w_stage[slot, pl.ds(at, CAST_ROWS), :], 0)
+        target = pl.ds(pl.multiple_of(first + at, CAST_ROWS), CAST_ROWS)
+        refs.w[target, :] = w_VD.astype(refs.w.dtype)
+
+    _loop(rows // CAST_ROWS, piece)
 
 
 def _run(copy, start: bool) -> None:
