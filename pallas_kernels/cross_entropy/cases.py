@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
 from pallas_kernels.cross_entropy import blocks, linear_cross_entropy
+from pallas_kernels.cross_entropy.kernel import CAST_ROWS
 from pallas_kernels.runtime import CHIPS
 from pallas_kernels.schedule import Counts, Region
 
@@ -62,8 +63,8 @@ def _backward(cut: blocks.Backward, T: int, D: int, V: int, cores: int, region: 
         return None
     if region.matmuls:
         return steps * (groups if name.endswith("/loop1") else -(-D // cut.columns))
-    if "/loop1/when" in name:
-        return vocab_blocks * groups
+    if "/loop1/when" in name:  # casts the head, in loops of its own
+        return vocab_blocks * groups * (cut.rows // CAST_ROWS if "/loop" in name.split("/loop1/when", 1)[1] else 1)
     if name.endswith("/loop1"):  # waits for the last copies of dw
         return cut.vocab // cut.rows
     return steps
