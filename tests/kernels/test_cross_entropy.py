@@ -159,10 +159,7 @@ def test_a_label_past_int32_does_not_wrap_round_to_a_row():
         ({"labels_T": jnp.zeros(4)}, "labels are float32; they must be integers"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0; it must be above 0"),
         ({"logit_soft_cap": -2.0}, "logit_soft_cap=-2.0; it must be above 0"),
-        (
-            {"x_TD": jnp.zeros((0, 3)), "labels_T": jnp.zeros(0, jnp.int32)},
         ({"w_VD": jnp.zeros((0, 3))}, r"x \[4, 3\] and w \[0, 3\] must not be empty"),
-        ),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5; it must be from 0 to 1"),
         ({"label_smoothing": float("nan")}, "label_smoothing=nan; it must be from 0 to 1"),
         ({"weights_T": jnp.ones(5)}, r"weights float32\[5\] must be floats of shape \[4\]"),
