@@ -20,6 +20,7 @@ def statistics_xla(options: Options, x_TD, w_VD, labels_T) -> Statistics:
     w_VD = vary_like(w_VD, x_TD)  # devices that share a head get the sum of their gradients
     T, V = x_TD.shape[0], w_VD.shape[0]
     chunk = max(8, LOGIT_BYTES // (4 * V))
+    chunk = -(-T // (8 * -(-T // chunk))) * 8  # as many chunks, all of about one size: less padding
     if chunk >= T:
         x_CTD, labels_CT = x_TD[None], labels_T[None]
     else:
