@@ -11,7 +11,10 @@ from typing import Any
 
 from pallas_kernels.schedule import Counts, Job, parse_topology
 
-OPS = {"flash_attention": "pallas_kernels.attention.cases"}  # op: the module with its cases()
+OPS = {
+    "flash_attention": "pallas_kernels.attention.cases",
+    "linear_cross_entropy": "pallas_kernels.cross_entropy.cases",
+}  # op: the module with its cases()
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,17 @@ def _start(index: int, count: int, address: str, argv: Sequence[str], log: IO[by
         "TPU_TRAIN_COORDINATOR": address,
         "TPU_TRAIN_FOLLOWS": "stdin",
     }
-    # Sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on, and two mean "at once".
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "tpu_train.main", *argv],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=None if index == 0 else subprocess.DEVNULL,
-        stderr=None if index == 0 else log,
-        start_new_session=True,
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "tpu_train.main", *argv],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=None if index == 0 else subprocess.DEVNULL,
+            stderr=None if index == 0 else log,
+            start_new_session=True,  # else a terminal's Ctrl-C comes beside the one passed on, and two mean "at once"
+        )
+    except OSError as error:
+        raise UserError(f"process {index} of {count} did not start: {error}") from None
 
 
 def _watch(children: Sequence[subprocess.Popen], logs: Sequence[IO[bytes]]) -> int:
@@ -125,6 +127,8 @@ def _failed(index: int, children: Sequence[subprocess.Popen], log: IO[bytes]) ->
     code = children[index].returncode
     if code == 2 and children[0].returncode == 2:
         return 2  # bad input, which all found; process 0 has said so
+    if index == 0 and code == 128 + signal.SIGPIPE:
+        return code  # our reader went away, as `| head` does
     log.seek(0)
     sys.stderr.write(log.read().decode(errors="replace"))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

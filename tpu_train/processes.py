@@ -111,8 +111,8 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
     parts = sorted({tuple(sorted(rows)) for rows in held.values()})
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != len(shards):
         raise UserError(
-            f"mesh.tensor={mesh.shape['tensor']} splits rows of the batch unevenly over {len(held)} processes; "
-            "take a power of two"
+            f"mesh.tensor={mesh.shape['tensor']} splits rows of the batch unevenly over {len(held)} processes; take "
+            "one that divides the devices of a process, or that they divide"
         )
     mine = tuple(sorted(held[jax.process_index()]))
     return {"process_index": parts.index(mine), "process_count": len(parts)}
@@ -121,8 +121,7 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
 class Agreement:
     """Tells every process what any of them asks for, one call later, at the same call everywhere.
 
-    One device's worth of work and a scalar from each: the maximum over the mesh, dispatched with a step and read after
-    the next one's, so that nothing waits for it.
+    It costs one all-reduced scalar a call: dispatched after a step and read after the next, so that nothing waits.
     """
 
     def __init__(self, mesh: Mesh):
