@@ -1,0 +1,177 @@
+"""Block sizes of the matmul kernels: per TPU generation, the fastest by a model of cycles and HBM within one of VMEM."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from pallas_kernels.runtime import CHIPS, Chip
+
+LANES = 128
+KERNELS = ("forward", "dx", "dw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What one grid step works on, in elements of each dim; all multiples of 128. A dim may end within a block."""
+
+    T: int
+    F: int
+    D: int
+
+    def __str__(self) -> str:
+        return f"T={self.T}, F={self.F}, D={self.D}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Blocks of the kernels: the forward one contracts D, `dx` contracts F, `dw` contracts T. None: chosen."""
+
+    forward: Block | None = None
+    dx: Block | None = None
+    dw: Block | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call, as far as blocks depend on it: dims, products, bytes an element of x and w, and of y."""
+
+    T: int
+    F: int
+    D: int
+    products: int
+    itemsize: int
+    y_itemsize: int
+    factors: bool
+    residual: bool = False
+
+
+# Multiplications a core does in a cycle, and in the time that a byte takes from HBM; cores that share a grid. Source:
+# jax.experimental.pallas.tpu.get_tpu_info_for_chip.
+RATES = {
+    "v4": (65536, 112, 2),
+    "v5e": (65536, 120, 1),
+    "v5p": (65536, 93, 2),
+    "v6e": (262144, 280, 1),
+    "tpu7x": (262144, 156, 1),
+}
+SHARE = 0.85  # of VMEM that a kernel's blocks may fill
+UNROLLED = 2**31  # multiplications that a body without a loop may hold: what compiles in seconds
+TILES = (512, 256, 128)
+FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
+# Cycles of the schedules that tpu-train kernels shows: a body's start and end, a grid step, dz of 1,024 elements.
+BODY, STEP, FORM = 250, 150, 1.0
+_MOST = tuple(LANES << i for i in range(8))
+
+
+def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
+    """The block of a kernel ("forward", "dx" or "dw") on `chip` (None, where kernels are interpreted: as on v5e)."""
+    return _choose(kernel, problem, chip or CHIPS["v5e"])
+
+
+@functools.cache
+def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
+    sizes = [sorted({_block(length, most) for most in _MOST}) for length in (problem.T, problem.F, problem.D)]
+    blocks = [Block(*each) for each in itertools.product(*sizes)]
+    small = [block for block in blocks if _body(kernel, problem, block) <= UNROLLED] or [blocks[0]]
+    fitting = [block for block in small if vmem_bytes(kernel, problem, block) <= SHARE * chip.vmem_bytes]
+    return min(fitting or small[:1], key=lambda block: cost(kernel, problem, block, chip))
+
+
+def _block(length: int, most: int) -> int:
+    """A multiple of 128, or of 256 or 512 where it is long, up to `most`, that pads `length` least."""
+    count = -(-length // most)
+    unit = min(512, LANES << max(0, (length // count // LANES).bit_length() - 1))
+    return min(-(-length // (count * unit)) * unit, max(most, LANES))
+
+
+def tile(kernel: str, problem: Problem, block: Block) -> int:
+    """Rows of the block that one unrolled body takes."""
+    if kernel == "dw":
+        return block.T
+    fitting = [rows for rows in TILES if block.T % rows == 0]
+    one_row = _passes(problem) * problem.products * block.F * block.D
+    return next((rows for rows in fitting if rows * one_row <= UNROLLED), fitting[-1])
+
+
+def _passes(problem: Problem) -> int:
+    return FLOAT32_PASSES if problem.itemsize == 4 else 1
+
+
+def _body(kernel: str, problem: Problem, block: Block) -> int:
+    return _passes(problem) * problem.products * tile(kernel, problem, block) * block.F * block.D
+
+
+def vmem_bytes(kernel: str, problem: Problem, block: Block) -> int:
+    """What a kernel's blocks take: two buffers for what is copied, one for what is kept, and room for values."""
+    T, F, D, products, item = block.T, block.F, block.D, problem.products, problem.itemsize
+    dy = problem.y_itemsize + products * item * problem.factors
+    rows = tile(kernel, problem, block)
+    if kernel == "forward":
+        copied = (T * D + products * D * F) * item + T * F * (dy + problem.y_itemsize * problem.residual)
+        kept = products * T * F * 4 * (D < problem.D)
+        values = 2 * products * rows * F * 4
+    elif kernel == "dx":
+        copied = T * F * dy + products * D * F * item + T * D * item
+        kept = products * T * F * item + T * _padded(problem.D, D) * 4 * (F < problem.F)
+        values = 2 * rows * D * 4
+    else:
+        copied = T * F * dy + T * D * item + products * D * F * item
+        kept = products * T * F * item + products * _padded(problem.D, D) * F * 4 * (T < problem.T)
+        values = 2 * products * D * F * 4 + T * D * item
+    return 2 * copied + kept + values
+
+
+def _padded(length: int, block: int) -> int:
+    return -(-length // block) * block
+
+
+def hbm_bytes(kernel: str, problem: Problem, block: Block) -> int:
+    """What a kernel copies between HBM and VMEM: a block that two steps in a row share is copied once."""
+    T, F, D, products, item = problem.T, problem.F, problem.D, problem.products, problem.itemsize
+    blocks = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
+    dy = T * F * (problem.y_itemsize + products * item * problem.factors)
+    weights = products * D * F * item
+    if kernel == "forward":
+        x_reads = 1 if blocks["D"] == 1 else blocks["F"]
+        w_reads = 1 if blocks["D"] * blocks["F"] == 1 else blocks["T"]
+        residual = T * F * problem.y_itemsize * problem.residual
+        return x_reads * T * D * item + w_reads * weights + dy + residual
+    if kernel == "dx":
+        return dy + (1 if blocks["F"] * blocks["D"] == 1 else blocks["T"]) * weights + T * D * item
+    return dy + (1 if blocks["T"] * blocks["D"] == 1 else blocks["F"]) * T * D * item + weights
+
+
+def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
+    """Predicted cycles: the schedule's or HBM's, whichever is more; fewer bytes win among equals."""
+    rate, per_byte, cores = RATES[chip.name]
+    blocks = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
+    steps = math.prod(blocks.values())
+    bodies = steps * block.T // tile(kernel, problem, block)
+    work = steps * _passes(problem) * problem.products * block.T * block.F * block.D / rate
+    formed = blocks["T"] * block.T * blocks["F"] * block.F * problem.products / 1024 * FORM
+    copies = hbm_bytes(kernel, problem, block) * per_byte / rate
+    cycles = work + BODY * bodies + STEP * steps + formed
+    outer = blocks["F" if kernel == "dw" else "T"]
+    idle = _padded(outer, cores) / outer
+    return idle * (max(cycles, copies) + copies / 20)
+
+
+def vmem_limit(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
+    """Bytes of VMEM to ask for: what the blocks need and half again, within what the chip has."""
+    needed = max(vmem_bytes(kernel, problem, block), 4 << 20)
+    return min(needed * 3 // 2, (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16)
+
+
+def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
+    """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
+    if any(size < 1 or size % LANES for size in dataclasses.astuple(block)):
+        raise ValueError(f"{op}: {kernel} block {block}: each must be a multiple of 128")
+    if chip is None:
+        return
+    needed, limit = vmem_bytes(kernel, problem, block), int(SHARE * chip.vmem_bytes)
+    if needed > limit:
+        raise ValueError(
+            f"{op}: {kernel} block {block} needs {needed / 2**20:.1f} MiB of VMEM; {chip.name} has "
+            f"{limit / 2**20:.1f} MiB for it; {choose(kernel, problem, chip)} fits"
+        )
