@@ -1,4 +1,4 @@
-"""Block sizes of the matmul kernels: per TPU generation, the fastest by a model of cycles and HBM within one of VMEM."""
+"""Block sizes of the matmul kernels: per TPU generation, the fastest by a model of cycles, within one of VMEM."""
 
 import dataclasses
 import functools
@@ -59,8 +59,10 @@ SHARE = 0.85  # of VMEM that a kernel's blocks may fill
 UNROLLED = 2**31  # multiplications that a body without a loop may hold: what compiles in seconds
 TILES = (512, 256, 128)
 FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
-# Cycles of the schedules that tpu-train kernels shows: a body's start and end, a grid step, dz of 1,024 elements.
-BODY, STEP, FORM = 250, 150, 1.0
+# Cycles of the schedules that tpu-train kernels shows: the start and end of a body (of fewer
+# rows: more, since each weight then waits for its rows), a grid step, dz of 1,024 elements.
+BODY, STEP, FORM = 250, 150, 0.5
+ADDED = {"forward": 2.4, "dx": 0.9, "dw": 0.9}  # cycles to begin and end 1,024 sums that take several steps
 _MOST = tuple(LANES << i for i in range(8))
 
 
@@ -73,9 +75,9 @@ def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
 def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
     sizes = [sorted({_block(length, most) for most in _MOST}) for length in (problem.T, problem.F, problem.D)]
     blocks = [Block(*each) for each in itertools.product(*sizes)]
-    small = [block for block in blocks if _body(kernel, problem, block) <= UNROLLED] or [blocks[0]]
+    small = [block for block in blocks if _work(problem, block) <= UNROLLED * _bodies(kernel, problem, block)]
     fitting = [block for block in small if vmem_bytes(kernel, problem, block) <= SHARE * chip.vmem_bytes]
-    return min(fitting or small[:1], key=lambda block: cost(kernel, problem, block, chip))
+    return min(fitting or blocks[:1], key=lambda block: cost(kernel, problem, block, chip))
 
 
 def _block(length: int, most: int) -> int:
@@ -86,11 +88,10 @@ def _block(length: int, most: int) -> int:
 
 
 def tile(kernel: str, problem: Problem, block: Block) -> int:
-    """Rows of the block that one unrolled body takes."""
-    if kernel == "dw":
-        return block.T
-    fitting = [rows for rows in TILES if block.T % rows == 0]
-    one_row = _passes(problem) * problem.products * block.F * block.D
+    """How much of the block one unrolled body takes, of its T or, for dw, of its D."""
+    size, one_row = (block.D, block.F * block.T) if kernel == "dw" else (block.T, block.F * block.D)
+    one_row *= _passes(problem) * problem.products
+    fitting = [rows for rows in TILES if size % rows == 0]
     return next((rows for rows in fitting if rows * one_row <= UNROLLED), fitting[-1])
 
 
@@ -98,28 +99,41 @@ def _passes(problem: Problem) -> int:
     return FLOAT32_PASSES if problem.itemsize == 4 else 1
 
 
-def _body(kernel: str, problem: Problem, block: Block) -> int:
-    return _passes(problem) * problem.products * tile(kernel, problem, block) * block.F * block.D
+def _bodies(kernel: str, problem: Problem, block: Block) -> int:
+    """How often the unrolled body runs in a step."""
+    return (block.D if kernel == "dw" else block.T) // tile(kernel, problem, block)
+
+
+def _work(problem: Problem, block: Block) -> int:
+    """Multiplications of a step."""
+    return _passes(problem) * problem.products * block.T * block.F * block.D
 
 
 def vmem_bytes(kernel: str, problem: Problem, block: Block) -> int:
     """What a kernel's blocks take: two buffers for what is copied, one for what is kept, and room for values."""
     T, F, D, products, item = block.T, block.F, block.D, problem.products, problem.itemsize
-    dy = problem.y_itemsize + products * item * problem.factors
     rows = tile(kernel, problem, block)
     if kernel == "forward":
-        copied = (T * D + products * D * F) * item + T * F * (dy + problem.y_itemsize * problem.residual)
         kept = products * T * F * 4 * (D < problem.D)
         values = 2 * products * rows * F * 4
     elif kernel == "dx":
-        copied = T * F * dy + products * D * F * item + T * D * item
         kept = products * T * F * item + T * _padded(problem.D, D) * 4 * (F < problem.F)
         values = 2 * rows * D * 4
     else:
-        copied = T * F * dy + T * D * item + products * D * F * item
         kept = products * T * F * item + products * _padded(problem.D, D) * F * 4 * (T < problem.T)
-        values = 2 * products * D * F * 4 + T * D * item
-    return 2 * copied + kept + values
+        values = 2 * products * rows * F * 4 + T * rows * item
+    return 2 * sum(_copied(kernel, problem, block)) + kept + values
+
+
+def _copied(kernel: str, problem: Problem, block: Block) -> tuple[int, int]:
+    """Bytes of a step's blocks, in and out."""
+    rows = block.T * block.D * problem.itemsize
+    weights = problem.products * block.D * block.F * problem.itemsize
+    y = block.T * block.F * problem.y_itemsize
+    factors = problem.products * block.T * block.F * problem.itemsize * problem.factors
+    if kernel == "forward":
+        return rows + weights + y * problem.residual, y + factors
+    return (y + factors + weights, rows) if kernel == "dx" else (y + factors + rows, weights)
 
 
 def _padded(length: int, block: int) -> int:
@@ -143,24 +157,33 @@ def hbm_bytes(kernel: str, problem: Problem, block: Block) -> int:
 
 
 def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
-    """Predicted cycles: the schedule's or HBM's, whichever is more; fewer bytes win among equals."""
+    """Predicted cycles: the schedule's or HBM's, whichever is more, and what no step hides of the copies."""
     rate, per_byte, cores = RATES[chip.name]
     blocks = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
     steps = math.prod(blocks.values())
-    bodies = steps * block.T // tile(kernel, problem, block)
-    work = steps * _passes(problem) * problem.products * block.T * block.F * block.D / rate
-    formed = blocks["T"] * block.T * blocks["F"] * block.F * problem.products / 1024 * FORM
+    contracted = {"forward": "D", "dx": "F", "dw": "T"}[kernel]
+    once = _work(problem, block) / rate
+    body = BODY * TILES[0] / tile(kernel, problem, block)
+    cycles = steps * (once + STEP + body * _bodies(kernel, problem, block))
+    formed = block.T * block.F * blocks["T"] * blocks["F"] * problem.products / 1024
+    if kernel != "forward":
+        cycles += FORM * formed
+    if blocks[contracted] > 1:
+        results = {"forward": formed, "dx": block.T * block.D * blocks["T"] * blocks["D"] / 1024}
+        results["dw"] = problem.products * block.D * block.F * blocks["D"] * blocks["F"] / 1024
+        cycles += ADDED[kernel] * results[kernel]
     copies = hbm_bytes(kernel, problem, block) * per_byte / rate
-    cycles = work + BODY * bodies + STEP * steps + formed
+    # Where the outer dims move on all of a step's blocks are new, with one step to hide them and, at first, none.
+    arriving, leaving = (size * per_byte / rate for size in _copied(kernel, problem, block))
+    moves = blocks["T"] if kernel == "forward" else blocks["T"] * blocks["F"]
     outer = blocks["F" if kernel == "dw" else "T"]
     idle = _padded(outer, cores) / outer
-    return idle * (max(cycles, copies) + copies / 20)
+    return idle * (max(cycles, copies) + moves * max(0.0, arriving - once)) + arriving + leaving
 
 
-def vmem_limit(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
-    """Bytes of VMEM to ask for: what the blocks need and half again, within what the chip has."""
-    needed = max(vmem_bytes(kernel, problem, block), 4 << 20)
-    return min(needed * 3 // 2, (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16)
+def vmem_limit(chip: Chip | None) -> int:
+    """Bytes of VMEM to ask for: nearly all. In what is left, XLA would put operands, which costs a copy by the core."""
+    return (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16
 
 
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:

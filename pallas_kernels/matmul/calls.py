@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul import blocks
 from pallas_kernels.matmul.blocks import Block, BlockSizes, Problem
 from pallas_kernels.matmul.kernel import Spec, dw_kernel, dx_kernel, forward_kernel
-from pallas_kernels.runtime import CHIPS, chip_in_use, shape_like
+from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, shape_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +38,11 @@ class Call:
 
     def block(self, kernel: str) -> Block:
         """The caller's block, or one chosen."""
-        return getattr(self.sizes, kernel) or blocks.choose(kernel, self.problem, self._chip)
-
-    def limit(self, kernel: str) -> int:
-        """Bytes of VMEM that the kernel may take."""
-        return blocks.vmem_limit(kernel, self.problem, self.block(kernel), self._chip)
+        return getattr(self.sizes, kernel) or blocks.choose(kernel, self.problem, self.chip)
 
     @property
-    def _chip(self):
+    def chip(self) -> Chip | None:
+        """The generation to choose blocks for; None where kernels are interpreted."""
         return None if self.chip_name is None else CHIPS[self.chip_name]
 
 
@@ -64,7 +61,7 @@ def prepare(op: str, problem: Problem, sizes: BlockSizes | None, dtype, interpre
     for kernel in blocks.KERNELS:
         if block := getattr(sizes, kernel):
             blocks.check(op, kernel, problem, block, chip)
-    return Call(op, problem, sizes, chip_name=chip and chip.name, interpret=interpret, **options)
+    return Call(op, problem, sizes, chip_name=None if chip is None else chip.name, interpret=interpret, **options)
 
 
 def forward(call: Call, x_TD, weights, bias_F=None, residual_TF=None, *, writes_y=True, factors=False):
@@ -111,8 +108,9 @@ def forward(call: Call, x_TD, weights, bias_F=None, residual_TF=None, *, writes_
 
 def dx(call: Call, dy_TF, factors, weights):
     """dx_TD in the weights' dtype, from the cotangent of y."""
-    spec = call.spec("dx")
-    block, dtype, steps = spec.block, weights[0].dtype, spec.steps("F")
+    dtype = weights[0].dtype
+    spec = _backward_spec(call, "dx", "F", factors, dy_TF.dtype != dtype)
+    block, steps = spec.block, spec.steps("F")
 
     def dy_map(t, f, d):  # a block of the cotangent or of a factor
         return t, f
@@ -123,7 +121,7 @@ def dx(call: Call, dy_TF, factors, weights):
     def dx_map(t, f, d):  # written in the last step along F, so it moves on only then
         return t, jnp.where(f == steps - 1, d, 0)
 
-    dz = [pltpu.VMEM((block.T, block.F), dtype)] * spec.products
+    dz = [pltpu.VMEM((block.T, block.F), dtype)] * (spec.products * spec.forms_dz)
     acc = [pltpu.VMEM((spec.steps("D"), block.T, block.D), jnp.float32)] * (steps > 1)
     (dx_TD,) = _pallas_call(
         call,
@@ -144,8 +142,9 @@ def dx(call: Call, dy_TF, factors, weights):
 
 def dw(call: Call, dy_TF, factors, x_TD):
     """[dw_DF for each weight] in x's dtype, summed over T in float32 and rounded once; with a bias its gradient too."""
-    spec = call.spec("dw")
-    block, dtype, steps = spec.block, x_TD.dtype, spec.steps("T")
+    dtype = x_TD.dtype
+    spec = _backward_spec(call, "dw", "T", factors, dy_TF.dtype != dtype)
+    block, steps = spec.block, spec.steps("T")
 
     def dy_map(f, t, d):  # a block of the cotangent or of a factor
         return t, f
@@ -164,7 +163,7 @@ def dw(call: Call, dy_TF, factors, x_TD):
     if spec.bias:
         out_specs.append(pl.BlockSpec((1, block.F), dbias_map))
         out_shape.append(shape_like((1, spec.F), jnp.float32, x_TD))
-    dz = [pltpu.VMEM((block.T, block.F), dtype)] * spec.products
+    dz = [pltpu.VMEM((block.T, block.F), dtype)] * (spec.products * spec.forms_dz)
     acc = [pltpu.VMEM((spec.steps("D"), block.D, block.F), jnp.float32)] * (spec.products * (steps > 1))
     return _pallas_call(
         call,
@@ -182,6 +181,12 @@ def dw(call: Call, dy_TF, factors, x_TD):
     )
 
 
+def _backward_spec(call: Call, kernel: str, contracted: str, factors, converts: bool) -> Spec:
+    spec = call.spec(kernel)
+    forms_dz = bool(factors) or converts or spec.has_tail(contracted)
+    return dataclasses.replace(spec, forms_dz=forms_dz)
+
+
 def _pallas_call(call: Call, kernel_name, kernel, operands, *, grid, semantics, **specs):
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
@@ -189,7 +194,7 @@ def _pallas_call(call: Call, kernel_name, kernel, operands, *, grid, semantics, 
             kernel,
             grid=grid,
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=semantics, vmem_limit_bytes=call.limit(kernel_name)
+                dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem_limit(call.chip)
             ),
             interpret=call.interpret,
             name=f"{call.op}_{kernel_name}",

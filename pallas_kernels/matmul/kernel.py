@@ -11,6 +11,7 @@ off when a block is written.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,13 +30,14 @@ class Spec:
     F: int
     D: int
     block: Block
-    tile: int  # rows of a block that one unrolled body takes
+    tile: int  # how much of a block one unrolled body takes: of its T, and in the dw kernel of its D
     gated: bool
     activation: str | None = None
     bias: bool = False
     residual: bool = False
     writes_y: bool = True
     factors: bool = False
+    forms_dz: bool = True  # False: the cotangent is dz as it is
 
     @property
     def products(self) -> int:
@@ -51,26 +53,22 @@ class Spec:
 
 def forward_kernel(spec: Spec, *refs):
     """y and the factors of one block. grid = (T // t, F // f, D // d)."""
-    d, steps = pl.program_id(2), spec.steps("D")
-    x_ref, *refs = refs
-    w_refs, refs = refs[: spec.products], refs[spec.products :]
-    bias_ref, refs = (refs[0], refs[1:]) if spec.bias else (None, refs)
-    residual_ref, refs = (refs[0], refs[1:]) if spec.residual else (None, refs)
-    y_ref, refs = (refs[0], refs[1:]) if spec.writes_y else (None, refs)
-    factor_refs, acc_refs = (refs[: spec.products], refs[spec.products :]) if spec.factors else ([], refs)
+    d, steps, take = pl.program_id(2), spec.steps("D"), _taker(refs)
+    (x_ref,), w_refs, bias_refs, residual_refs = take(1), take(spec.products), take(spec.bias), take(spec.residual)
+    y_refs, factor_refs, acc_refs = take(spec.writes_y), take(spec.products * spec.factors), take(None)
 
     def finish(rows, z):
-        if bias_ref is not None:
-            z = [z[0] + bias_ref[...]]
+        for ref in bias_refs:
+            z = [z[0] + ref[...]]
         y, slope = ACTIVATIONS[spec.activation](z[0])
         factors = (z[1] * slope, y) if spec.gated else (slope,)
         for ref, factor in zip(factor_refs, factors, strict=bool(factor_refs)):
             ref[rows, :] = factor.astype(ref.dtype)
-        if y_ref is not None:
+        for y_ref in y_refs:
             if spec.gated:
                 y = y * z[1]
-            if residual_ref is not None:
-                y = y + residual_ref[rows, :].astype(jnp.float32)
+            for ref in residual_refs:
+                y = y + ref[rows, :].astype(jnp.float32)
             y_ref[rows, :] = y.astype(y_ref.dtype)
 
     def step(cleared):
@@ -82,7 +80,7 @@ def forward_kernel(spec: Spec, *refs):
             for ref, part in zip(acc_refs, z, strict=bool(acc_refs)):
                 ref[rows, :] += part
 
-        _each_tile(spec, tile)
+        _each_tile(spec.block.T, spec.tile, tile)
 
     if steps > 1:
         _zero_when(d == 0, acc_refs)
@@ -91,31 +89,31 @@ def forward_kernel(spec: Spec, *refs):
 
         @pl.when(d == steps - 1)
         def _():
-            _each_tile(spec, lambda rows: finish(rows, [ref[rows, :] for ref in acc_refs]))
+            _each_tile(spec.block.T, spec.tile, lambda rows: finish(rows, [ref[rows, :] for ref in acc_refs]))
 
 
 def dx_kernel(spec: Spec, *refs):
     """dx = sum of (dy factor_i) w_i^T, a block of it each step, summed over F. grid = (T // t, F // f, D // d)."""
-    f, d, steps = pl.program_id(1), pl.program_id(2), spec.steps("F")
-    dy_refs, refs = _take_dy(spec, refs)
-    w_refs, (dx_ref, *refs) = refs[: spec.products], refs[spec.products :]
-    dz_refs, acc_refs = refs[: spec.products], refs[spec.products :]
+    f, d, steps, take = pl.program_id(1), pl.program_id(2), spec.steps("F"), _taker(refs)
+    dy_refs, w_refs, (dx_ref,) = take(1 + spec.products * spec.factors), take(spec.products), take(1)
+    dz_refs, acc_refs = take(spec.products) if spec.forms_dz else dy_refs, take(None)
 
-    @pl.when(d == 0)
-    def _():
-        _form_dz(spec, dy_refs, dz_refs, 1, f, "F")
+    if spec.forms_dz:
+
+        @pl.when(d == 0)
+        def _():
+            _form_dz(spec, dy_refs, dz_refs, 1, f, "F")
 
     def step(cleared):
-        weights = [_clear(ref[...], 1, f, spec, "F", cleared) for ref in w_refs]
-
         def tile(rows):
+            weights = [_clear(ref[...], 1, f, spec, "F", cleared) for ref in w_refs]
             total = sum(product(dz[rows, :], w, 1, 1) for dz, w in zip(dz_refs, weights, strict=True))
             if steps == 1:
                 dx_ref[rows, :] = total.astype(dx_ref.dtype)
             else:
                 acc_refs[0][d, rows, :] += total
 
-        _each_tile(spec, tile)
+        _each_tile(spec.block.T, spec.tile, tile)
 
     if steps > 1:
         _zero_when(f == 0, [ref.at[d] for ref in acc_refs])
@@ -129,27 +127,34 @@ def dx_kernel(spec: Spec, *refs):
 
 def dw_kernel(spec: Spec, *refs):
     """dw_i = x^T (dy factor_i), a block each step, and the bias's gradient. grid = (F // f, T // t, D // d)."""
-    t, d, steps = pl.program_id(1), pl.program_id(2), spec.steps("T")
-    dy_refs, (x_ref, *refs) = _take_dy(spec, refs)
-    dw_refs, refs = refs[: spec.products], refs[spec.products :]
-    dbias_ref, refs = (refs[0], refs[1:]) if spec.bias else (None, refs)
-    dz_refs, acc_refs = refs[: spec.products], refs[spec.products :]
+    t, d, steps, take = pl.program_id(1), pl.program_id(2), spec.steps("T"), _taker(refs)
+    dy_refs, (x_ref,), dw_refs, dbias_refs = (
+        *(take(1 + spec.products * spec.factors), take(1)),
+        *(take(spec.products), take(spec.bias)),
+    )
+    dz_refs, acc_refs = take(spec.products) if spec.forms_dz else dy_refs, take(None)
 
-    @pl.when(d == 0)
-    def _():
-        _form_dz(spec, dy_refs, dz_refs, 0, t, "T")
-        if dbias_ref is not None:
-            total = jnp.sum(dz_refs[0][...].astype(jnp.float32), axis=0, keepdims=True)
-            dbias_ref[...] = jnp.where(t == 0, total, total + dbias_ref[...])
+    if spec.forms_dz or spec.bias:
+
+        @pl.when(d == 0)
+        def _():
+            if spec.forms_dz:
+                _form_dz(spec, dy_refs, dz_refs, 0, t, "T")
+            for ref in dbias_refs:
+                total = jnp.sum(dz_refs[0][...].astype(jnp.float32), axis=0, keepdims=True)
+                ref[...] = jnp.where(t == 0, total, total + ref[...])
 
     def step(cleared):
-        x = _clear(x_ref[...], 0, t, spec, "T", cleared)
-        for i, dz_ref in enumerate(dz_refs):
-            part = product(x, dz_ref[...], 0, 0)
-            if steps == 1:
-                dw_refs[i][...] = part.astype(dw_refs[i].dtype)
-            else:
-                acc_refs[i][d] += part
+        def tile(rows):
+            x = _clear(x_ref[:, rows], 0, t, spec, "T", cleared)
+            for i, dz_ref in enumerate(dz_refs):
+                part = product(x, dz_ref[...], 0, 0)
+                if steps == 1:
+                    dw_refs[i][rows, :] = part.astype(dw_refs[i].dtype)
+                else:
+                    acc_refs[i][d, rows, :] += part
+
+        _each_tile(spec.block.D, spec.tile, tile)
 
     if steps > 1:
         _zero_when(t == 0, [ref.at[d] for ref in acc_refs])
@@ -169,10 +174,10 @@ def product(a, b, a_dim: int, b_dim: int):
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _take_dy(spec: Spec, refs):
-    """([dy, factors], the rest)."""
-    count = 1 + spec.products * spec.factors
-    return refs[:count], list(refs[count:])
+def _taker(refs) -> Callable[[int | None], list]:
+    """take(count) gives the next refs, take(None) what is left."""
+    waiting = iter(refs)
+    return lambda count: list(itertools.islice(waiting, count))
 
 
 def _form_dz(spec: Spec, dy_refs, dz_refs, axis: int, at, dim: str):
@@ -209,14 +214,14 @@ def _zero_when(condition, refs: Sequence) -> None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
-def _each_tile(spec: Spec, body: Callable) -> None:
-    """body(rows) for each tile of the block's rows: a loop, so that the program stays small."""
-    if spec.tile == spec.block.T:
-        body(pl.ds(0, spec.tile))
+def _each_tile(size: int, tile: int, body: Callable) -> None:
+    """body(rows) for each tile of `size` rows: a loop, so that the program stays small."""
+    if tile == size:
+        body(pl.ds(0, size))
         return
 
     def step(i, carry):
-        body(pl.ds(pl.multiple_of(i * spec.tile, spec.tile), spec.tile))
+        body(pl.ds(pl.multiple_of(i * tile, tile), tile))
         return carry
 
-    jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.block.T // spec.tile), step, jnp.int32(0))
+    jax.lax.fori_loop(jnp.int32(0), jnp.int32(size // tile), step, jnp.int32(0))
