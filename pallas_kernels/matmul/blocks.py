@@ -55,13 +55,14 @@ RATES = {
     "v6e": (262144, 280, 1),
     "tpu7x": (262144, 156, 1),
 }
+HBM_SHARE = 0.8  # of its rate that copies are taken to reach
 SHARE = 0.85  # of VMEM that a kernel's blocks may fill
-UNROLLED = 2**31  # multiplications that a body without a loop may hold: what compiles in seconds
+UNROLLED = 8192  # cycles of a matrix unit that a body without a loop may hold: what compiles in seconds
 TILES = (512, 256, 128)
 FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
-# Cycles of the schedules that tpu-train kernels shows: the start and end of a body (of fewer
-# rows: more, since each weight then waits for its rows), a grid step, dz of 1,024 elements.
-BODY, STEP, FORM = 250, 150, 0.5
+# Cycles of the schedules that tpu-train kernels shows: the start and end of a body of 512 rows, by the size of the
+# matrix unit (of fewer rows: more, since each weight then waits for its rows); a grid step; dz of 1,024 elements.
+BODY, STEP, FORM = {128: 10, 256: 250}, 150, 0.5
 ADDED = {"forward": 2.4, "dx": 0.9, "dw": 0.9}  # cycles to begin and end 1,024 sums that take several steps
 _MOST = tuple(LANES << i for i in range(8))
 
@@ -75,8 +76,8 @@ def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
 def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
     sizes = [sorted({_block(length, most) for most in _MOST}) for length in (problem.T, problem.F, problem.D)]
     blocks = [Block(*each) for each in itertools.product(*sizes)]
-    small = [block for block in blocks if _work(problem, block) <= UNROLLED * _bodies(kernel, problem, block)]
-    fitting = [block for block in small if vmem_bytes(kernel, problem, block) <= SHARE * chip.vmem_bytes]
+    small = [b for b in blocks if _work(problem, b) <= _unrolled(chip) * _bodies(kernel, problem, b, chip)]
+    fitting = [b for b in small if vmem_bytes(kernel, problem, b, chip) <= SHARE * chip.vmem_bytes]
     return min(fitting or blocks[:1], key=lambda block: cost(kernel, problem, block, chip))
 
 
@@ -87,21 +88,26 @@ def _block(length: int, most: int) -> int:
     return min(-(-length // (count * unit)) * unit, max(most, LANES))
 
 
-def tile(kernel: str, problem: Problem, block: Block) -> int:
+def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
     """How much of the block one unrolled body takes, of its T or, for dw, of its D."""
     size, one_row = (block.D, block.F * block.T) if kernel == "dw" else (block.T, block.F * block.D)
     one_row *= _passes(problem) * problem.products
     fitting = [rows for rows in TILES if size % rows == 0]
-    return next((rows for rows in fitting if rows * one_row <= UNROLLED), fitting[-1])
+    return next((rows for rows in fitting if rows * one_row <= _unrolled(chip)), fitting[-1])
+
+
+def _unrolled(chip: Chip | None) -> int:
+    """Multiplications that a body may hold."""
+    return UNROLLED * RATES[chip.name if chip else "v5e"][0]
 
 
 def _passes(problem: Problem) -> int:
     return FLOAT32_PASSES if problem.itemsize == 4 else 1
 
 
-def _bodies(kernel: str, problem: Problem, block: Block) -> int:
+def _bodies(kernel: str, problem: Problem, block: Block, chip: Chip) -> int:
     """How often the unrolled body runs in a step."""
-    return (block.D if kernel == "dw" else block.T) // tile(kernel, problem, block)
+    return (block.D if kernel == "dw" else block.T) // tile(kernel, problem, block, chip)
 
 
 def _work(problem: Problem, block: Block) -> int:
@@ -109,10 +115,10 @@ def _work(problem: Problem, block: Block) -> int:
     return _passes(problem) * problem.products * block.T * block.F * block.D
 
 
-def vmem_bytes(kernel: str, problem: Problem, block: Block) -> int:
+def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
     """What a kernel's blocks take: two buffers for what is copied, one for what is kept, and room for values."""
     T, F, D, products, item = block.T, block.F, block.D, problem.products, problem.itemsize
-    rows = tile(kernel, problem, block)
+    rows = tile(kernel, problem, block, chip)
     if kernel == "forward":
         kept = products * T * F * 4 * (D < problem.D)
         values = 2 * products * rows * F * 4
@@ -134,6 +140,11 @@ def _copied(kernel: str, problem: Problem, block: Block) -> tuple[int, int]:
     if kernel == "forward":
         return rows + weights + y * problem.residual, y + factors
     return (y + factors + weights, rows) if kernel == "dx" else (y + factors + rows, weights)
+
+
+def _wide(size: int, chip: Chip) -> int:
+    """The size in whole matrix units."""
+    return _padded(size, chip.mxu_size)
 
 
 def _padded(length: int, block: int) -> int:
@@ -162,9 +173,12 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
     blocks = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
     steps = math.prod(blocks.values())
     contracted = {"forward": "D", "dx": "F", "dw": "T"}[kernel]
-    once = _work(problem, block) / rate
-    body = BODY * TILES[0] / tile(kernel, problem, block)
-    cycles = steps * (once + STEP + body * _bodies(kernel, problem, block))
+    filled = _wide(block.F, chip) * (
+        _wide(block.T, chip) * block.D if kernel == "dw" else block.T * _wide(block.D, chip)
+    )
+    once = _passes(problem) * problem.products * filled / rate
+    body = BODY[chip.mxu_size] * TILES[0] / tile(kernel, problem, block, chip)
+    cycles = steps * (once + STEP + body * _bodies(kernel, problem, block, chip))
     formed = block.T * block.F * blocks["T"] * blocks["F"] * problem.products / 1024
     if kernel != "forward":
         cycles += FORM * formed
@@ -172,7 +186,7 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
         results = {"forward": formed, "dx": block.T * block.D * blocks["T"] * blocks["D"] / 1024}
         results["dw"] = problem.products * block.D * block.F * blocks["D"] * blocks["F"] / 1024
         cycles += ADDED[kernel] * results[kernel]
-    copies = hbm_bytes(kernel, problem, block) * per_byte / rate
+    copies = hbm_bytes(kernel, problem, block) * per_byte / rate / HBM_SHARE
     # Where the outer dims move on all of a step's blocks are new, with one step to hide them and, at first, none.
     arriving, leaving = (size * per_byte / rate for size in _copied(kernel, problem, block))
     moves = blocks["T"] if kernel == "forward" else blocks["T"] * blocks["F"]
@@ -192,7 +206,7 @@ def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | Non
         raise ValueError(f"{op}: {kernel} block {block}: each must be a multiple of 128")
     if chip is None:
         return
-    needed, limit = vmem_bytes(kernel, problem, block), int(SHARE * chip.vmem_bytes)
+    needed, limit = vmem_bytes(kernel, problem, block, chip), int(SHARE * chip.vmem_bytes)
     if needed > limit:
         raise ValueError(
             f"{op}: {kernel} block {block} needs {needed / 2**20:.1f} MiB of VMEM; {chip.name} has "

@@ -33,7 +33,7 @@ class Call:
         problem, block = self.problem, self.block(kernel)
         options = {"activation": self.activation, "bias": self.bias, "factors": problem.factors} | options
         dims = (problem.T, problem.F, problem.D)
-        rows = blocks.tile(kernel, problem, block)
+        rows = blocks.tile(kernel, problem, block, self.chip)
         return Spec(*dims, block, rows, gated=problem.products == 2, **options)
 
     def block(self, kernel: str) -> Block:
