@@ -2,7 +2,7 @@
 
 FOLDER/request.json lists a topology for each program, FOLDER/<i>.export holds the program (jax.export). What the
 compiler dumps into FOLDER/dump while it works on program i moves to FOLDER/<i>, as far as it is read;
-FOLDER/answer.json says how each compilation went.
+FOLDER/<i>/module.txt is the compiled module, and FOLDER/answer.json says how each compilation went.
 """
 
 import json
@@ -58,10 +58,13 @@ def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
     memory: Any = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    text = compiled.as_text() or ""
+    (folder / str(i) / "module.txt").write_text(text)
     return {
         "hbm_bytes": needed - memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_accessed": bytes_accessed(cost),
-        "vmem_limits": {name: int(size) for name, size in VMEM_LIMIT.findall(compiled.as_text() or "")},
+        "vmem_limits": {name: int(size) for name, size in VMEM_LIMIT.findall(text)},
     }
 
 
@@ -72,7 +75,7 @@ def bytes_accessed(cost: dict[str, float]) -> float:
 
 
 def keep(dump: Path, folder: Path) -> None:
-    """Moves the files that are read, and clears the rest: seventy stages for each fusion."""
+    """Moves the files that are read, and clears the rest."""
     folder.mkdir()
     for path in dump.iterdir():
         if path.name.endswith(KEPT) and "schedule-analysis" not in path.name:

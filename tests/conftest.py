@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jaxlib.version
 import numpy as np
@@ -24,6 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax  # noqa: E402  (reads the variables above)
 import jax.numpy as jnp  # noqa: E402
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # noqa: E402  (no other way to its races)
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, apply_override, check  # noqa: E402
@@ -53,6 +56,24 @@ def mesh_of() -> Callable[..., Mesh]:
     """mesh_of(data, fsdp, tensor) makes a mesh of the first devices and sets it for the process."""
     assert len(jax.devices()) == 8
     return _mesh_of
+
+
+@pytest.fixture
+def simulated_tpu() -> Callable:
+    """with simulated_tpu(): Pallas kernels run in JAX's simulator, on memory full of NaN; at its end, none may race."""
+
+    @contextmanager
+    def simulate() -> Iterator[None]:
+        try:
+            with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+                yield
+                jax.effects_barrier()
+            assert simulator.races is not None, "no kernel ran"
+            assert not simulator.races.races_found
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+
+    return simulate
 
 
 @pytest.fixture(scope="session")
