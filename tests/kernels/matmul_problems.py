@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.matmul.blocks import Block, BlockSizes
 
@@ -33,19 +35,36 @@ def slope(name: str | None, z: np.ndarray) -> np.ndarray:
 
 
 def value_and_grads(op: Callable, arrays: dict[str, Any], **options) -> dict[str, np.ndarray]:
-    """The op's result "y" and the gradient of each array but the cotangent "dy", under its name."""
+    """The op's result "y" and the gradient of each array but the cotangent "dy", under its name.
 
-    @jax.jit
-    def run(arrays):
-        inputs = {name: x for name, x in arrays.items() if name != "dy"}
-        y, vjp = jax.vjp(functools.partial(_named, op, options), inputs)
-        return {"y": y} | vjp(arrays["dy"].astype(y.dtype))[0]
+    Inside shard_map over the mesh of one device that every test starts with, since kernels run nowhere else.
+    """
 
-    return {name: np.asarray(x) for name, x in run(arrays).items()}
+    everywhere = jax.shard_map(functools.partial(_value_and_grads, op, options), in_specs=P(), out_specs=P())
+    return {name: np.asarray(x) for name, x in jax.jit(everywhere)(arrays).items()}
 
 
-def _named(op, options, inputs):
-    return op(**inputs, **options)
+def sharded_value_and_grads(op: Callable, arrays: dict[str, Any], mesh: Mesh, specs: dict[str, P], **options):
+    """The same on a mesh, `specs` of the arrays and "y"; gradients are taken outside shard_map, as in a model."""
+
+    def split(**inputs):
+        local = jax.shard_map(
+            lambda inputs: op(**inputs, **options),
+            in_specs=({name: specs[name] for name in inputs},),
+            out_specs=specs["y"],
+        )
+        return local(inputs)
+
+    specs = specs | {"dy": specs["y"]}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+    results = jax.jit(functools.partial(_value_and_grads, split, {}))(placed)
+    return {name: np.asarray(x) for name, x in results.items()}
+
+
+def _value_and_grads(op, options, arrays):
+    inputs = {name: x for name, x in arrays.items() if name != "dy"}
+    y, vjp = jax.vjp(lambda inputs: op(**inputs, **options), inputs)
+    return {"y": y} | vjp(arrays["dy"].astype(y.dtype))[0]
 
 
 def normal(rng: np.random.Generator, dtype=np.float32, **shapes) -> dict[str, Any]:

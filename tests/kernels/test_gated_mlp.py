@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from matmul_problems import (
     NUMPY_ACTIVATIONS,
@@ -17,6 +15,7 @@ from matmul_problems import (
     assert_close,
     lengths,
     normal,
+    sharded_value_and_grads,
     slope,
     value_and_grads,
 )
@@ -90,7 +89,7 @@ def test_any_shapes_match_the_reference(implementation):
     options = {"block_sizes": SMALL} if implementation == "interpret" else {}
 
     @given(lengths, lengths, lengths)
-    @settings(max_examples=3 if options else 10, deadline=None)
+    @settings(max_examples=3 if options else 5, deadline=None)
     def check(T, D, F):
         arrays = draw(T, D, F)
         assert_close(run(arrays, implementation, **options), run(arrays, "reference"))
@@ -98,14 +97,12 @@ def test_any_shapes_match_the_reference(implementation):
     check()
 
 
-@given(seed=st.integers(0, 2**16), recompute=st.booleans())
-@settings(max_examples=2, deadline=None)
-def test_bfloat16_errs_at_most_twice_as_much_as_plain_jax(seed, recompute):
-    arrays = draw(200, 300, 150, jnp.bfloat16, seed)
+def test_bfloat16_errs_at_most_twice_as_much_as_plain_jax():
+    arrays = draw(200, 300, 150, jnp.bfloat16)
     truth = run({name: x.astype(jnp.float32) for name, x in arrays.items()}, "reference")
     plain = value_and_grads(plainly, arrays, activation="silu")
     assert_at_most_twice_the_error(run(arrays, "xla"), plain, truth)
-    ours = run(arrays, "interpret", block_sizes=SMALL, recompute=recompute)
+    ours = run(arrays, "interpret", block_sizes=SMALL)
     assert_at_most_twice_the_error(ours, plain, truth)
 
 
@@ -119,11 +116,11 @@ def test_a_weights_gradient_is_summed_in_float32_over_many_tokens():
         np.testing.assert_array_equal(got["w_up_DF"].astype(np.float32), 1104.0)  # 1100 in eight bits
 
 
-def test_memory_beyond_the_arrays_is_never_read_into_a_result():
+@pytest.mark.slow
+def test_memory_beyond_the_arrays_is_never_read_into_a_result(simulated_tpu):
     arrays = draw(150, 140, 130)
     wanted = run(arrays, "reference")
-    params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    with pltpu.force_tpu_interpret_mode(params):
+    with simulated_tpu():
         got = run(arrays, "pallas", block_sizes=SMALL)
     assert_close(got, wanted)
 
@@ -153,20 +150,21 @@ def test_checkpoint_and_vmap_change_nothing(implementation):
         assert_close(dict(zip(RESULTS[1:], (x[i] for x in grads), strict=True)), {k: wanted[k] for k in RESULTS[1:]})
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "interpret"])
+TOKENS, WEIGHT = P(("data", "fsdp"), None), P(None, "tensor")
+SPECS = {"x_TD": TOKENS, "w_gate_DF": WEIGHT, "w_up_DF": WEIGHT, "y": P(("data", "fsdp"), "tensor")}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_shard_map_over_batch_and_features_gives_the_same_gradients(mesh_of, implementation):
     arrays = draw(16, 10, 12)
-    mesh = mesh_of(2, 2, 2)
-    tokens, weight, out = P(("data", "fsdp"), None), P(None, "tensor"), P(("data", "fsdp"), "tensor")
-    specs = {"x_TD": tokens, "w_gate_DF": weight, "w_up_DF": weight, "dy": out}
-    split = jax.shard_map(
-        functools.partial(gated_mlp, implementation=implementation),
-        mesh=mesh,
-        in_specs=(tokens, weight, weight),
-        out_specs=out,
-    )
-    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
-    got = value_and_grads(lambda x_TD, w_gate_DF, w_up_DF: split(x_TD, w_gate_DF, w_up_DF), placed)
+    got = sharded_value_and_grads(gated_mlp, arrays, mesh_of(2, 2, 2), SPECS, implementation=implementation)
+    assert_close(got, numpy_gated(arrays, "silu"))
+
+
+def test_kernels_in_shard_map_give_the_same_gradients(mesh_of, simulated_tpu):
+    arrays, mesh = draw(16, 10, 12), mesh_of(2, 1, 2)  # a simulated device each, and threads for it
+    with simulated_tpu():
+        got = sharded_value_and_grads(gated_mlp, arrays, mesh, SPECS, implementation="pallas", block_sizes=SMALL)
     assert_close(got, numpy_gated(arrays, "silu"))
 
 
