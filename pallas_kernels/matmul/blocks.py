@@ -63,7 +63,8 @@ FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
 # Cycles of the schedules that tpu-train kernels shows: the start and end of a body of 512 rows, by the size of the
 # matrix unit (of fewer rows: more, since each weight then waits for its rows); a grid step; dz of 1,024 elements.
 BODY, STEP, FORM = {128: 10, 256: 250}, 150, 0.5
-ADDED = {"forward": 2.4, "dx": 0.9, "dw": 0.9}  # cycles to begin and end 1,024 sums that take several steps
+# Cycles to begin and end 1,024 sums that take several steps, and to read and write them once more in a step.
+ADDED, READ = {"forward": 2.4, "dx": 0.9, "dw": 0.9}, 0.1
 _MOST = tuple(LANES << i for i in range(8))
 
 
@@ -183,9 +184,9 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
     if kernel != "forward":
         cycles += FORM * formed
     if blocks[contracted] > 1:
-        results = {"forward": formed, "dx": block.T * block.D * blocks["T"] * blocks["D"] / 1024}
-        results["dw"] = problem.products * block.D * block.F * blocks["D"] * blocks["F"] / 1024
-        cycles += ADDED[kernel] * results[kernel]
+        sums = {"forward": block.T * block.F, "dx": block.T * block.D / problem.products, "dw": block.D * block.F}
+        ends = ADDED[kernel] / blocks[contracted] + READ
+        cycles += steps * ends * sums[kernel] * problem.products / 1024
     copies = hbm_bytes(kernel, problem, block) * per_byte / rate / HBM_SHARE
     # Where the outer dims move on all of a step's blocks are new, with one step to hide them and, at first, none.
     arriving, leaving = (size * per_byte / rate for size in _copied(kernel, problem, block))
