@@ -11,7 +11,10 @@ from typing import Any
 
 from pallas_kernels.schedule import Counts, Job, parse_topology
 
-OPS = {"flash_attention": "pallas_kernels.attention.cases"}  # op: the module with its cases()
+OPS = {  # op: the module with its cases()
+    "flash_attention": "pallas_kernels.attention.cases",
+    "gated_mlp": "pallas_kernels.gated_mlp.cases",
+}
 
 
 @dataclass(frozen=True)
