@@ -3,6 +3,8 @@
 Kernels see one device's shard: whole sequences, some of the batch, some of the heads or of the vocabulary.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -12,9 +14,9 @@ from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, P, gather
+from tpu_train.sharding import BATCH, SPECS, P, gather
 
-# Fewer queries than this leave most of a kernel's block empty; decoding a token reads the cache once, as XLA does.
+# Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
 
 
@@ -62,6 +64,32 @@ def attention(
         in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, *(P() for _ in traced_offset)),
         out_specs=SPECS["BTNH"],
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *traced_offset)
+
+
+def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
+    """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in BATCH)
+    return compute.implementation == "pallas" and x_BTD.shape[0] * x_BTD.shape[1] // devices >= SHORTEST
+
+
+def gated_mlp(
+    x_BTD: jax.Array, w_gate_DF: jax.Array, w_up_DF: jax.Array, *, activation: str, compute: Compute
+) -> jax.Array:
+    """act(x w_gate) * (x w_up), h_BTF; the weights as stored."""
+
+    def local(x_BTD, w_gate_DF, w_up_DF):
+        B, T, D = x_BTD.shape
+        h_MF = pallas_kernels.gated_mlp(
+            *(x_BTD.reshape(B * T, D), w_gate_DF, w_up_DF),
+            activation=activation,
+            implementation=compute.implementation,
+        )
+        return h_MF.reshape(B, T, -1)
+
+    weights = (gather(w_gate_DF, "DF", x_BTD.dtype), gather(w_up_DF, "DF", x_BTD.dtype))
+    w_spec = P(None, "tensor")
+    run = jax.shard_map(local, in_specs=(SPECS["BTD"], w_spec, w_spec), out_specs=SPECS["BTF"])
+    return run(x_BTD, *weights)
 
 
 def linear_cross_entropy(

@@ -197,8 +197,8 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
 
 
 def vmem_limit(chip: Chip | None) -> int:
-    """Bytes of VMEM to ask for: nearly all. In what is left, XLA would put operands, which costs a copy by the core."""
-    return (chip or CHIPS["v5e"]).vmem_bytes * 15 // 16
+    """Bytes of VMEM to ask for: all but a little. XLA would put operands into the rest, for the core to copy."""
+    return (chip or CHIPS["v5e"]).vmem_bytes - 2**19
 
 
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:

@@ -20,8 +20,8 @@ def _kernel_counts(kernel: str, problem: Problem, generation: str) -> dict[str, 
     n[outer] = -(-n[outer] // cores)
     steps = n["T"] * n["F"] * n["D"]
     whens: list[float] = []  # the skippable regions, in the order of the program
-    if kernel != "forward" and problem.factors:
-        whens.append(steps / n["D"])  # dz is formed
+    if kernel != "forward" and problem.factors and n["D"] > 1:
+        whens.append(steps / n["D"])  # dz is formed; with one step along D in every step
     summed = n[contracted] > 1
     if summed:
         whens += [steps / n[contracted]] * 2  # sums begin, and end
