@@ -5,7 +5,8 @@
 
 block: bundles of one 1024 x 1024 block, full mask, bf16, head dim 128: of the whole program, which begins and ends an
 output block too, and of its busiest region, beside what the matrix unit alone needs there. op: one whole causal op, 32
-query and 8 key heads, forward with lse and backward: regions times how often each runs, the best of a few block sizes.
+query and 8 key heads, forward with lse and backward: regions times how often each runs. Ours chooses its block sizes;
+of splash it is the best of `--blocks`.
 `HBM moved` is what XLA's cost analysis counts for the training program.
 Results are kept in ~/.cache/tpu_train/schedule by kernel, shape, topology and versions.
 """
@@ -28,14 +29,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from pallas_kernels import schedule
+from pallas_kernels import flash_attention, schedule
+from pallas_kernels.attention import cases
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "tpu_train" / "schedule"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Queries and keys of one sequence; bf16."""
+    """Queries and keys of one sequence, in bf16."""
 
     seq_len: int
     head_dim: int
@@ -43,15 +45,30 @@ class Shape:
     num_kv_heads: int
     causal: bool
 
-    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        dims = [(heads, self.seq_len, self.head_dim) for heads in (self.num_heads, *[self.num_kv_heads] * 2)]
+    def arrays(self, heads_first: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, k and v: [N, S, H] or [1, S, N, H]."""
+        T, H = self.seq_len, self.head_dim
+        dims = [(n, T, H) if heads_first else (1, T, n, H) for n in (self.num_heads, *[self.num_kv_heads] * 2)]
         return tuple(jax.ShapeDtypeStruct(dim, jnp.bfloat16) for dim in dims)
 
 
-def splash_jobs(shape: Shape, topology: str, block_q: int, block_kv: int) -> tuple[schedule.Job, schedule.Job]:
-    """JAX's splash attention: forward alone, and forward with lse and backward (one kernel for dq, dk and dv)."""
+def our_job(shape: Shape, topology: str, blocks: None) -> schedule.Job:
+    """Forward with lse, and backward; the block sizes are chosen."""
+    if shape.causal:
+        return cases.causal(shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads).job(topology)
+    attend = functools.partial(flash_attention, causal=False, implementation="pallas")
+
+    def train(q_BTNH, k_BSKH, v_BSKH):
+        return jax.vjp(attend, q_BTNH, k_BSKH, v_BSKH)[1](q_BTNH)
+
+    return schedule.Job(train, shape.arrays(heads_first=False), topology)
+
+
+def splash_job(shape: Shape, topology: str, blocks: tuple[int, int]) -> schedule.Job:
+    """JAX's splash attention: forward with lse, and backward (one kernel for dq, dk and dv)."""
+    block_q, block_kv = blocks
     one_mask = (masks.CausalMask if shape.causal else masks.FullMask)((shape.seq_len, shape.seq_len))
-    blocks = splash.BlockSizes(
+    sizes = splash.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
         block_kv_compute=block_kv,
@@ -61,7 +78,7 @@ def splash_jobs(shape: Shape, topology: str, block_q: int, block_kv: int) -> tup
         use_fused_bwd_kernel=True,
     )
     mask = masks.MultiHeadMask([one_mask] * shape.num_heads)
-    attend = splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
+    attend = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
 
     def train(q_NTH, k_KSH, v_KSH):
         return jax.vjp(attend, q_NTH, k_KSH, v_KSH)[1](q_NTH)
@@ -71,12 +88,8 @@ def splash_jobs(shape: Shape, topology: str, block_q: int, block_kv: int) -> tup
     active = sum(rows - row for row in last_row) if shape.causal else rows * columns
     by_q = functools.partial(splash_counts, shape.num_heads * active, shape.num_heads * rows)
     by_kv = functools.partial(splash_counts, shape.num_heads * active, shape.num_heads * columns)
-    return (
-        schedule.Job(attend, shape.arrays(), topology, {"splash_mha_fwd_no_residuals": by_q}),
-        schedule.Job(
-            train, shape.arrays(), topology, {"splash_mha_fwd_residuals": by_q, "splash_mha_dkv_no_residuals": by_kv}
-        ),
-    )
+    counts = {"splash_mha_fwd_residuals": by_q, "splash_mha_dkv_no_residuals": by_kv}
+    return schedule.Job(train, shape.arrays(heads_first=True), topology, counts)
 
 
 def splash_counts(active: int, outer: int, region: schedule.Region) -> float | None:
@@ -86,74 +99,91 @@ def splash_counts(active: int, outer: int, region: schedule.Region) -> float | N
     return outer if region.name.count("when") > 1 else None
 
 
-# Name: jobs (forward, training step) of a shape for a topology and block sizes. `tpu-train kernels` measures ours.
-KERNELS: dict[str, Callable[[Shape, str, int, int], tuple[schedule.Job, schedule.Job]]] = {"JAX splash": splash_jobs}
+# Name: the training program of a shape for a topology, at block sizes that are chosen here or (None) by the kernel.
+KERNELS: dict[str, Callable[[Shape, str, Any], schedule.Job]] = {"ours": our_job, "JAX splash": splash_job}
 
 
-def measure(kernel: str, shape: Shape, topology: str, blocks: tuple[int, int]) -> list[dict[str, Any]]:
-    """Reports of the forward and of the training step, or {"error"} in their place."""
+def measure(kernel: str, shape: Shape, topology: str, blocks: tuple[int, int] | None) -> dict[str, Any]:
+    """The report, as `Report.as_dict` has it, or {"error"}."""
     versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-    key = json.dumps([kernel, asdict(shape), topology, blocks, versions, _reader()])
+    key = json.dumps([kernel, asdict(shape), topology, blocks, versions, _sources()])
     file = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if not file.exists():
-        results = schedule.measure_all(list(KERNELS[kernel](shape, topology, *blocks)))
-        plain = [{"error": str(r)} if isinstance(r, schedule.ScheduleError) else r.as_dict() for r in results]
+        try:
+            (report,) = schedule.measure_all([KERNELS[kernel](shape, topology, blocks)])
+        except schedule.ScheduleError as error:
+            report = error
+        plain = {"error": str(report)} if isinstance(report, schedule.ScheduleError) else report.as_dict()
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(plain))
     return json.loads(file.read_text())
 
 
 @functools.cache
-def _reader() -> str:
-    """Changes with the code that reads schedules, here and in pallas_kernels."""
-    files = [Path(__file__), *sorted(Path(schedule.__file__).parent.glob("schedule*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+def _sources() -> str:
+    """Changes with the code that is measured and the code that reads schedules."""
+    package = Path(schedule.__file__).parent
+    files = [Path(__file__), package / "runtime.py", *package.glob("schedule*.py"), *package.glob("attention/*.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
 def compare_blocks(topologies: list[str]) -> None:
-    print(
-        "| kernel | TPU | pass | bundles | busiest region | MXU alone | spills of stores | of loads |\n|" + "---|" * 8
-    )
+    print("| kernel | TPU | pass | bundles | busiest region | its cycles | MXU alone | spills of stores | of loads |")
+    print("|" + "---|" * 9)
     shape = Shape(1024, 128, 1, 1, causal=False)
     for name in KERNELS:
         for topology in topologies:
-            for report in measure(name, shape, topology, (1024, 1024)):
-                if "error" in report:
-                    print(f"| {name} | {topology} | refused: {report['error']} |")
-                for kernel in report.get("kernels", []):
-                    region = max(kernel["regions"], key=lambda region: region["cycles"])
-                    whole = sum(region["bundles"] for region in kernel["regions"])
-                    spills = [region[f"spill_{what}s"] / max(region["slots"][what], 1) for what in ("store", "load")]
-                    row = [name, topology, kernel["name"]]
-                    row += [f"{n:,}" for n in (whole, region["bundles"], region["mxu_cycles"])]
-                    print("|", " | ".join([*row, *(f"{share:.0%}" for share in spills)]), "|", flush=True)
+            report = measure(name, shape, topology, None if name == "ours" else (1024, 1024))
+            if "error" in report:
+                print(f"| {name} | {topology} | refused: {report['error']} |")
+            for kernel in report.get("kernels", []):
+                region = max(kernel["regions"], key=lambda region: region["cycles"])
+                whole = sum(region["bundles"] for region in kernel["regions"])
+                spills = [region[f"spill_{what}s"] / max(region["slots"][what], 1) for what in ("store", "load")]
+                row = [name, topology, kernel["name"]]
+                row += [f"{n:,}" for n in (whole, region["bundles"], region["cycles"], region["mxu_cycles"])]
+                print("|", " | ".join([*row, *(f"{share:.0%}" for share in spills)]), "|", flush=True)
 
 
-def compare_ops(topologies: list[str], seq_lens: list[int], head_dims: list[int]) -> None:
-    print("| kernel | TPU | S | H | blocks | forward + lse | backward | both | HBM moved |\n|" + "---|" * 9)
-    for name in KERNELS:
-        for topology in topologies:
-            for S in seq_lens:
-                for H in head_dims:
-                    print(f"| {name} | {topology} | {S} | {H} | {best_op(name, topology, S, H)} |", flush=True)
+def compare_ops(
+    topologies: list[str], seq_lens: list[int], head_dims: list[int], candidates: list[tuple[int, int]]
+) -> None:
+    print("| TPU | S | H | kernel | blocks | forward + lse | backward | both | HBM moved | ours / splash |")
+    print("|" + "---|" * 10)
+    for topology in topologies:
+        for S in seq_lens:
+            for H in head_dims:
+                best = {
+                    name: best_op(name, topology, S, H, [None] if name == "ours" else candidates) for name in KERNELS
+                }
+                for name, (blocks, report) in best.items():
+                    print(
+                        f"| {topology} | {S} | {H} | {name} | {_op_row(blocks, report)} | {_ratio(best)} |", flush=True
+                    )
 
 
-def best_op(name: str, topology: str, S: int, H: int) -> str:
-    candidates = [(512, 512), (1024, 512), (1024, 1024)]
-    reports = {
-        blocks: measure(name, Shape(S, H, 32, 8, causal=True), topology, blocks)[1]
+def best_op(name: str, topology: str, S: int, H: int, candidates: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """(blocks, report) of the fewest cycles."""
+    reports = [
+        (blocks, measure(name, Shape(S, H, 32, 8, causal=True), topology, blocks))
         for blocks in candidates
-        if max(blocks) <= S
-    }
-    done = {blocks: report for blocks, report in reports.items() if "error" not in report}
-    if not done:
-        return f"refused: {next(iter(reports.values()))['error']} | | | |"
-    blocks = min(done, key=lambda blocks: done[blocks]["cycles"])
-    forward, backward = (kernel["cycles"] for kernel in done[blocks]["kernels"])
-    moved = done[blocks]["bytes_accessed"] / 2**20
-    return (
-        f"{blocks[0]} x {blocks[1]} | {forward:,.0f} | {backward:,.0f} | {forward + backward:,.0f} | {moved:,.0f} MiB"
-    )
+        if blocks is None or max(blocks) <= S
+    ]
+    return min(reports, key=lambda pair: pair[1].get("cycles", float("inf")))
+
+
+def _op_row(blocks: tuple[int, int] | None, report: dict[str, Any]) -> str:
+    if "error" in report:
+        return f"refused: {report['error']} | | | | "
+    sizes = f"{blocks[0]} x {blocks[1]}" if blocks else "chosen"
+    cycles = [*(kernel["cycles"] for kernel in report["kernels"]), report["cycles"]]
+    moved = report["bytes_accessed"] / 2**20
+    return " | ".join([sizes, *(f"{n:,.0f}" for n in cycles), f"{moved:,.0f} MiB"])
+
+
+def _ratio(best: dict[str, tuple[Any, dict[str, Any]]]) -> str:
+    ours, splash = (best[name][1].get("cycles") for name in KERNELS)
+    return f"{ours / splash:.2f}" if ours and splash else ""
 
 
 def main() -> None:
@@ -162,12 +192,15 @@ def main() -> None:
     parser.add_argument("--topologies", default="v5e:1x1,v5p:1x1,v6e:1x1,7x:1x1")
     parser.add_argument("--seq_lens", default="1024,2048,8192")
     parser.add_argument("--head_dims", default="64,128,256")
+    parser.add_argument("--blocks", default="512x512,1024x512,1024x1024", help="of splash: queries x keys")
     flags = parser.parse_args()
     topologies = flags.topologies.split(",")
     if flags.what == "block":
         compare_blocks(topologies)
-    else:
-        compare_ops(topologies, *([int(n) for n in text.split(",")] for text in (flags.seq_lens, flags.head_dims)))
+        return
+    seq_lens, head_dims = ([int(n) for n in text.split(",")] for text in (flags.seq_lens, flags.head_dims))
+    candidates = [(int(q), int(k)) for q, _, k in (text.partition("x") for text in flags.blocks.split(","))]
+    compare_ops(topologies, seq_lens, head_dims, candidates)
 
 
 if __name__ == "__main__":

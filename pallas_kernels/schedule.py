@@ -7,9 +7,9 @@
 under a mesh of one device of that generation, and compiled in another process, since libtpu reads its dump flags once,
 when it loads. `measure_all` compiles several programs in that one process, whose start takes seconds.
 
-The figures are predictions: what the program's bundles and the matrix units need, if no copy between HBM and VMEM is
-ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what is read, and what the
-dumps show of the matrix units.
+The figures are predictions: what the program's bundles, the waits between them and the matrix units need, if no copy
+between HBM and VMEM is ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what
+is read, and what the dumps show of the matrix units.
 
 Regions and their counts. A kernel is cut where its program branches: `Region.name` is "top", "grid" (the loop over the
 grid), "grid/when2" (the second region of it that may be skipped). How often each runs is the op's own arithmetic, so
@@ -205,7 +205,7 @@ def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
     (folder / "dump").mkdir()
     (folder / "request.json").write_text(json.dumps(topologies))
     flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
-    flags += " --xla_jf_dump_llo_pass_label_regex=final|original"  # the stages that are read, not all seventy
+    flags += " --xla_jf_dump_llo_pass_label_regex=final|pre-delay|original"  # the stages that are read, not all seventy
     # XLA_FLAGS would change what is compiled, and a compilation found in a cache dumps nothing.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -307,11 +307,12 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
 
 
 def _region_rows(kernel: Kernel) -> list[str]:
-    header = f"  {'region':<22}{'runs':>9}{'bundles':>9}{'MXU':>8}{'cycles':>8}"
+    header = f"  {'region':<22}{'runs':>9}{'bundles':>9}{'waits':>7}{'MXU':>8}{'cycles':>8}"
     header += "".join(f"{slot:>8}" for slot in SLOTS) + "   spilled: stores, loads"
     rows = [header]
     for region in kernel.regions:
-        row = f"  {region.name:<22}{region.runs:>9,.0f}{region.bundles:>9,}{region.mxu_cycles:>8,}{region.cycles:>8,}"
+        row = f"  {region.name:<22}{region.runs:>9,.0f}{region.bundles:>9,}{region.waits:>7,}{region.mxu_cycles:>8,}"
+        row += f"{region.cycles:>8,}"
         for slot in SLOTS:
             row += f"{region.slots[slot] / max(region.bundles * kernel.capacity[slot], 1):>8.0%}"
         stores = region.spill_stores / max(region.slots["store"], 1)

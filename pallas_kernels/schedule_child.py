@@ -16,7 +16,7 @@ from typing import Any
 VMEM_LIMIT = re.compile(
     r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
 )
-KEPT = ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt", "-original.txt")
+KEPT = ("-final_bundles.txt", "_hlo-static-per-bundle-utilization.txt", "-original.txt")
 
 
 def main(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Reads what the TPU compiler writes about one kernel: its VLIW program and the slots that each bundle fills.
 
-Two of the dump's files matter, read here as libtpu 0.0.52 writes them (see `schedule.py` for how they come about):
+Three of the dump's files matter, read here as libtpu 0.0.52 writes them (see `schedule.py` for how they come about):
 
 - `*-final_bundles.txt` is the program, one bundle a line: `0x1f : > { ... ;; ... }`. A label before the colon marks a
   loop's body (`LB`) or the place where a skipped region ends (`PF`). `sbr.rel (%p) target = $region36` skips forward
@@ -8,6 +8,10 @@ Two of the dump's files matter, read here as libtpu 0.0.52 writes them (see `sch
   turned into predicated instructions. A branch back to the region that starts at an `LB` line closes that loop. The
   bundles in a branch's shadow run either way: 4 of them, 6 on 7x.
 - `*-final_hlo-static-per-bundle-utilization.txt` has a row of slot counts per bundle, under a row of capacities.
+- `*-pre-delay_hlo-static-per-bundle-utilization.txt` has the same a stage earlier, with a row for each cycle: those in
+  which nothing issues, since a unit is still busy, are left out of the program, where the hardware waits by itself (a
+  transposed `vmatpush` is two bundles apart in the one and 19 rows in the other). Rows with work that takes one cycle
+  (vector arithmetic, loads, stores, scalars) are the same ones in both; the rows missing between two of them are waits.
 
 A kernel of the dump holds its pipeline too: the loop over the grid is the region `grid`, and the block copies and the
 test of whether this turn of the loop computes (`grid/when1`, once per grid step) are in it. A grid of one step has no
@@ -20,7 +24,7 @@ What occupies the matrix units, found by compiling products of known size for v4
   row a cycle, so 8, 16 and 32 cycles; v6e and 7x have 2 of 256 x 256 that take two rows a cycle, so 4, 8 and 16.
   Twice the rows a cycle: int8 everywhere it exists, fp8 on 7x alone. fp8 elsewhere (`f8e5m2.bf16`) runs as bf16.
 - The compiler knows this only roughly: it issues a 16-row bf16 product every 12 bundles on v5e and every 6 on 7x
-  (8 on v6e). Hence cycles of a region = max(bundles, busiest array's occupancy).
+  (8 on v6e). Hence cycles of a region = max(bundles + waits, busiest array's occupancy).
 - On a 256-wide array a contraction of 128, or an output of 128 columns, costs what 256 would. Only if both are 128
   does `vmatpush3` hold two blocks, which is half the array again and not a quarter.
 - `vmatpush` (v5), `vmatpush1`, `2` and `3` (v6e, 7x) load 16 rows of bf16 weights and may stand 3 or 4 bundles apart:
@@ -102,7 +106,7 @@ class Region:
 
     name: str
     bundles: int = 0
-    empty: int = 0
+    waits: int = 0  # cycles in which nothing issues
     mxu_by_array: Counter[str] = field(default_factory=Counter)
     matmuls: int = 0
     pushes: int = 0
@@ -120,7 +124,7 @@ class Region:
     @property
     def cycles(self) -> int:
         """Predicted cycles of one run, if no copy is waited for."""
-        return max(self.bundles, self.mxu_cycles)
+        return max(self.bundles + self.waits, self.mxu_cycles)
 
 
 @dataclass(frozen=True)
@@ -160,11 +164,14 @@ def read(bundles_file: Path, core: Core) -> Program:
     text = bundles_file.read_text()
     bundles = list(_bundles(text))
     columns, capacity = _utilization(_neighbour(bundles_file, match[1], "final_hlo-static-per-bundle-utilization"))
+    scheduled, _ = _utilization(_neighbour(bundles_file, match[1], "pre-delay_hlo-static-per-bundle-utilization"))
     if len(columns) != len(bundles):
         raise DumpError(f"{match[1]}: {len(bundles)} bundles but {len(columns)} rows of slots")
     regions = _regions(bundles, core)
     for region, (_, body, _), row in zip(regions, bundles, columns, strict=True):
         _add(region, body, row, core)
+    for i, cycles in _waits(columns, scheduled):
+        regions[i].waits += cycles
     bounds = _BOUNDS.search(text)
     steps = math.prod(int(bound) for bound in bounds[1].split(",")) if bounds else None
     original = _neighbour(bundles_file, match[1], "original").read_text()
@@ -220,6 +227,20 @@ def _utilization(file: Path) -> tuple[list[dict[str, int]], dict[str, int]]:
     return rows[1:], {slot: rows[0][column] for slot, column in SLOTS.items()}
 
 
+def _waits(final: list[dict[str, int]], scheduled: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
+    """(bundle, cycles that pass after it with nothing issued), where there are some."""
+    one_cycle = ("VALU", "VLOAD", "VSTORE", "SALU")
+    work_of = [[tuple(row[slot] for slot in one_cycle) for row in rows] for rows in (final, scheduled)]
+    at, at_scheduled = ([i for i, work in enumerate(rows) if any(work)] for rows in work_of)
+    if [work_of[0][i] for i in at] != [work_of[1][j] for j in at_scheduled]:
+        raise DumpError("the schedule before delays does other work than the program")
+    before = before_scheduled = 0
+    for i, j in [*zip(at, at_scheduled, strict=True), (len(final), len(scheduled))]:
+        if waited := (j - before_scheduled) - (i - before):
+            yield before, waited
+        before, before_scheduled = i, j
+
+
 def _regions(bundles: list[tuple[str, str, int]], core: Core) -> list[Region]:
     """The region of each bundle."""
     stack = [_Open(Region("top"))]
@@ -273,7 +294,6 @@ def _close_when(stack: list[_Open]) -> None:
 
 def _add(region: Region, body: str, row: dict[str, int], core: Core) -> None:
     region.bundles += 1
-    region.empty += body.strip() == "}"
     for kind, array in _MATMUL.findall(body):
         region.matmuls += 1
         region.mxu_by_array[array] += core.matmul_cycles(kind)

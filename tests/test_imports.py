@@ -26,8 +26,8 @@ MAY_IMPORT = {
 }
 # The rooms below the loop, which may not look up to it.
 LOWER = ("models", "ops", "optim", "data", "checkpoint", "metrics", "chart", "loss", "mesh", "sharding", "precision")
-UPPER = ("main", "train", "generate", "evaluate", "plan", "aot", "hf", "kernels")
-NO_JAX = ("tpu_train.config", "tpu_train.data")
+UPPER = ("main", "train", "generate", "evaluate", "plan", "aot", "hf", "kernels", "planning")
+NO_JAX = ("tpu_train.config", "tpu_train.data", "tpu_train.plan")
 
 
 @cache

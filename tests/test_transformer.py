@@ -10,8 +10,9 @@ from test_layers import attention_weights, mlp_weights, numbers, numpy_attention
 
 from tpu_train import ops
 from tpu_train.config import ModelConfig
+from tpu_train.flops import train_flops_per_token
 from tpu_train.loss import weighted_loss
-from tpu_train.models.transformer import REMAT_POLICIES, Transformer, num_params, train_flops_per_token
+from tpu_train.models.transformer import REMAT_POLICIES, Transformer, num_params
 from tpu_train.precision import resolve
 
 

@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, kernels."""
+"""The `tpu-train` command: train, eval, generate, plan, kernels."""
 
 import logging
 import os
@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train the model that a config file describes, or continue where its workdir stopped",
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
+    "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
 }
 
@@ -91,6 +92,9 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
         add(flags.DEFINE_string, "update_budget", None, "also write the cycles into this budget file")
         return values
+    if command == "plan":
+        _plan_flags(add)
+        return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
     else:
@@ -106,6 +110,19 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_integer, "top_k", None, "sample from the k likeliest tokens only")
         add(flags.DEFINE_integer, "seed", 0, "of the sampling")
     return values
+
+
+def _plan_flags(add) -> None:
+    add(flags.DEFINE_string, "config", None, "the run's config file")
+    add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+    add(flags.DEFINE_string, "chips", None, "which and how many: v5p-256, v5e:4x8, h100-16")
+    add(flags.DEFINE_integer, "slices", 0, "slices that the chips come in; 0: as few as can be", lower_bound=0)
+    add(flags.DEFINE_float, "tokens", None, "tokens to train on; default: the config's steps")
+    add(flags.DEFINE_float, "mfu", 0.4, "share of the chips' peak to count on")
+    add(flags.DEFINE_float, "watts", None, "of one chip; default: the table's")
+    add(flags.DEFINE_float, "price", None, "USD of one chip for an hour; default: the table's")
+    add(flags.DEFINE_bool, "json", False, "print JSON in place of text")
+    add(flags.DEFINE_string, "html", None, "also write a page of charts to this file")
 
 
 def _overview() -> str:
@@ -139,6 +156,10 @@ def _run(command: str, values: flags.FlagValues) -> int:
         from tpu_train import kernels
 
         return kernels.show(flag)
+    if command == "plan":
+        from tpu_train import plan
+
+        return plan.show(flag)
     overrides = list(flag["set"])
     if flag["workdir"]:
         overrides.append(f"run.workdir={flag['workdir']}")

@@ -4,15 +4,14 @@ Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batc
 splits heads, feed-forward and vocabulary. All are Explicit: an array's type says how it is sharded.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from tpu_train.config import Config, MeshConfig, UserError
-
-AXES = ("data", "fsdp", "tensor")
+from tpu_train import layout
+from tpu_train.config import Config, MeshConfig
+from tpu_train.layout import AXES, mesh_shape
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -24,18 +23,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return mesh
 
 
-def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
-    """Sizes of `AXES`, with a -1 replaced by what is left of `num_devices`."""
-    sizes = [getattr(config, axis) for axis in AXES]
-    said = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise UserError(f"{said}: sizes are at least 1, and at most one is -1 (the devices left over)")
-    fixed = math.prod(size for size in sizes if size != -1)
-    if num_devices % fixed or (-1 not in sizes and fixed != num_devices):
-        raise UserError(f"{said} makes {fixed} devices; there are {num_devices}: the product must match")
-    return tuple(num_devices // fixed if size == -1 else size for size in sizes)
-
-
 def platform(mesh: Mesh) -> str:
     """ "cpu", "gpu" or "tpu": of the mesh's devices, which need not be the default backend's."""
     name = mesh.devices.flat[0].platform
@@ -44,17 +31,4 @@ def platform(mesh: Mesh) -> str:
 
 def check_fits(config: Config, mesh: Mesh) -> None:
     """Raises UserError where an array dim does not divide over the mesh axes that split it."""
-    size = dict(mesh.shape)
-    batch_shards = size["data"] * size["fsdp"]
-    model = config.model
-    micro_batch = config.data.batch_size // config.optim.accumulation_steps
-    for name, dim, axes, shards in (
-        ("data.batch_size / optim.accumulation_steps", micro_batch, "data x fsdp", batch_shards),
-        ("model.model_dim", model.model_dim, "fsdp", size["fsdp"]),
-        ("model.num_heads", model.num_heads, "tensor", size["tensor"]),
-        ("model.num_kv_heads", model.kv_heads, "tensor", size["tensor"]),
-        ("model.mlp_dim", model.mlp_dim, "tensor", size["tensor"]),
-        ("model.vocab_size", model.vocab_size, "tensor", size["tensor"]),
-    ):
-        if dim % shards:
-            raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {axes}")
+    layout.check_fits(config, dict(mesh.shape))

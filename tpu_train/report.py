@@ -11,7 +11,7 @@ import jax
 
 from tpu_train import chart, devices, metrics
 from tpu_train.config import Config
-from tpu_train.models.transformer import train_flops_per_token
+from tpu_train.flops import train_flops_per_token
 
 
 class RunFailed(Exception):

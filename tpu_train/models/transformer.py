@@ -1,4 +1,4 @@
-"""The decoder-only transformer, its FLOP formula and how its weights are made on a mesh.
+"""The decoder-only transformer and how its weights are made on a mesh.
 
 Features: pre-norm RMSNorm, rotary positions, grouped-query attention, optional q/k norm, soft caps, sliding windows
 in a pattern over layers, gated or plain MLP, tied or separate head, stacked and scanned blocks with a remat policy.
@@ -84,22 +84,3 @@ def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype):
 def num_params(model: Transformer) -> int:
     """Scalars in the model; a tied embedding counts once."""
     return sum(leaf.size for leaf in jax.tree.leaves(model))
-
-
-def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Matmul FLOPs of one forward and backward pass per token; recomputation under remat is not counted.
-
-    Forward, per layer: 2 D H (N + 2 K) for q, k, v, 2 N H D for the output, 2 D F for each of the MLP's 3 (gated) or
-    2 matrices, and 4 N H for each key that a query sees, which is min(t + 1, window) at position t; the head adds
-    2 D V. The backward pass costs twice the forward. PaLM's formula (arXiv:2204.02311, appendix B) counts all T keys
-    for every query and so gives a higher MFU.
-    """
-    D, N, K, H, F = config.model_dim, config.num_heads, config.kv_heads, config.head_size, config.mlp_dim
-    weights = D * H * (N + 2 * K) + N * H * D + (3 if config.gated_mlp else 2) * D * F
-    forward = 2.0 * D * config.vocab_size
-    for window in config.window_pattern:
-        width = min(window or seq_len, seq_len)
-        keys_seen = (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len
-        layers = config.num_layers // len(config.window_pattern)
-        forward += layers * (2 * weights + 4 * N * H * keys_seen)
-    return 3.0 * forward

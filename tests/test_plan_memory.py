@@ -1,0 +1,132 @@
+"""The plan's memory against the trainer itself: what JAX keeps for the backward pass, optimizer state, the cache."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.cross_entropy import xla as cross_entropy
+from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig
+from tpu_train.flops import layer_params
+from tpu_train.loss import weighted_loss
+from tpu_train.models.transformer import Transformer, empty_cache
+from tpu_train.optim import make_optimizer
+from tpu_train.planning import memory
+from tpu_train.planning.memory import Split
+from tpu_train.precision import Compute
+from tpu_train.sharding import SPECS, P
+
+ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
+# Rows of 128 are the shortest that the attention kernel takes; 5 layers or groups, since no other dim is 5.
+SHAPES = {
+    "gated, grouped": ModelConfig(64, 5, 32, 4, 2, 8, 48),
+    "plain, q/k norm": ModelConfig(64, 5, 32, 4, 4, 8, 48, gated_mlp=False, qk_norm=True, activation="gelu"),
+    "two layers a group": ModelConfig(64, 10, 32, 4, 2, 16, 48, window_pattern=(64, 0)),
+}
+ROWS, LENGTH = 2, 128
+
+
+def abstract_model(model):
+    """The model's shapes on the mesh in use."""
+    mesh = jax.sharding.get_mesh()
+    shapes = jax.eval_shape(functools.partial(Transformer, model), jax.eval_shape(lambda: jax.random.key(0)))
+
+    def place(x):
+        spec = P() if x.sharding is None else x.sharding.spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, shapes)
+
+
+def kept_by_jax(model):
+    """Bytes of what the backward pass reads of the scanned layers: arrays with a leading 5 that are no argument."""
+    sharding = jax.NamedSharding(jax.sharding.get_mesh(), SPECS["BT"])
+    ints = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=sharding)
+    batch = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), ints) | {"weights": floats}
+
+    def backward(model, batch):
+        return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, ON_TPU)[0], model)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(backward, abstract_model(model), batch))
+    return sum(x.size * x.dtype.itemsize for x in kept if x.shape[:1] == (5,))
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=list(SHAPES))
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_activations_are_what_jax_keeps(model, remat):
+    model = dataclasses.replace(model, remat=remat)
+    planned = model.num_layers * memory.kept_by_layer(model, Split(remat=remat), ROWS * LENGTH)
+    if remat != "none":  # jax.checkpoint reads the weights again, as arguments
+        planned += model.num_layers * 4 * sum(layer_params(model).values())
+    assert kept_by_jax(model) == planned
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
+    config = Config(model=SHAPES["plain, q/k norm"], optim=OptimConfig(optimizer=optimizer, moment_dtype=moment_dtype))
+    state = jax.eval_shape(make_optimizer(config.optim, 10).init, abstract_model(config.model))
+    arrays = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim > 1)
+    # The final norm is the one array of one dim; it has two moments.
+    final = config.model.model_dim * (4 + (2 if moment_dtype == "bfloat16" else 4))
+    assert memory.moments(config, Split()) == arrays + final
+
+
+def test_sharded_parameters_are_those_of_a_device_of_the_real_mesh(mesh_of):
+    model = SHAPES["gated, grouped"]
+    mesh_of(1, 4, 2)
+    here = sum(x.sharding.shard_shape(x.shape)[0] * _rest(x) for x in jax.tree.leaves(abstract_model(model)))
+    assert memory.sharded_params(model, Split(1, 4, 2)) == here
+
+
+def _rest(x):
+    shape = x.sharding.shard_shape(x.shape)
+    return int(jnp.prod(jnp.array(shape[1:]))) if len(shape) > 1 else 1
+
+
+def test_cache_is_that_of_the_decoder():
+    model = SHAPES["two layers a group"]
+    cache = jax.eval_shape(functools.partial(empty_cache, model, 3, 7, jnp.bfloat16))
+    planned = memory.serving(Config(model=model, data=DataConfig(seq_len=7)), 2).cache
+    assert 3 * planned == sum(x.size * 2 for x in jax.tree.leaves(cache))
+
+
+def test_a_chunk_of_logits_is_what_the_op_cuts():
+    assert memory.LOGIT_BYTES == cross_entropy.LOGIT_BYTES
+    model = ModelConfig(vocab_size=2**17)
+    assert memory.chunk_tokens(model, Split(), 10_000) == 2**28 // (4 * 2**17)
+    assert memory.chunk_tokens(model, Split(tensor=4), 10_000) == 2048
+    assert memory.chunk_tokens(model, Split(), 100) == 100
+
+
+def config_of(rows=64, layers=4, **model):
+    sizes = {"vocab_size": 512, "num_layers": layers, "model_dim": 64, "num_heads": 8, "mlp_dim": 128}
+    return Config(model=ModelConfig(**sizes | model), data=DataConfig(seq_len=128, batch_size=rows))
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "dots", "full"]))
+def test_memory_never_grows_with_more_devices(fsdp, tensor, remat):
+    config = config_of()
+    here = memory.training(config, Split(1, fsdp, tensor, remat=remat)).total
+    for more in (Split(2, fsdp, tensor), Split(1, 2 * fsdp, tensor), Split(1, fsdp, 2 * tensor)):
+        assert memory.training(config, dataclasses.replace(more, remat=remat)).total <= here
+
+
+@given(st.integers(1, 40), st.booleans(), st.booleans(), st.sampled_from([1, 2, 8]))
+def test_recomputing_more_keeps_less(layers, gated, qk_norm, tensor):
+    config = config_of(layers=layers, gated_mlp=gated, qk_norm=qk_norm)
+    none, dots, full = (memory.activations(config, Split(1, 1, tensor, remat=r)) for r in ("none", "dots", "full"))
+    assert none > dots > full
+
+
+def test_micro_batches_divide_activations_and_add_a_set_of_gradients():
+    config = config_of(rows=64)
+    whole, half = memory.training(config, Split(remat="dots")), memory.training(config, Split(1, 1, 1, 2, "dots"))
+    assert half.activations == whole.activations / 2
+    assert half.gradients == whole.gradients + half.weights
+    assert (half.weights, half.moments) == (whole.weights, whole.moments)

@@ -1,0 +1,195 @@
+"""Bytes that one device holds: the train state, its gradients, what the backward pass keeps, and the largest transient.
+
+The formulas follow what the trainer does, not what a trainer could do: train_step.py keeps weights and moments in
+float32 and scatters gradients in float32; models/transformer.py scans groups of layers under the remat policy;
+cross_entropy/ takes the head whole in float32. They count what JAX keeps between the forward and the backward pass
+(`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares or adds on top is not in them.
+"""
+
+import dataclasses
+from typing import Literal
+
+from tpu_train.config import Config, ModelConfig
+from tpu_train.flops import layer_params, num_params
+
+Remat = Literal["none", "dots", "full"]
+
+FLOAT32 = 4
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, as pallas_kernels.cross_entropy.xla has it
+# What a program can get of a device's memory. TPU: the compiler for v5e gives 15.75 of 16 GiB. GPU: JAX takes three
+# quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+USABLE = {"tpu": 15.75 / 16, "gpu": 0.75, "cpu": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a run is cut: the mesh's axes, micro-batches, remat policy and compute dtype."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    accumulation: int = 1
+    remat: Remat = "none"
+    dtype: str = "bfloat16"
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return COMPUTE_BYTES[self.dtype]
+
+    def tokens(self, config: Config) -> int:
+        """Tokens of one micro-batch on one device."""
+        rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp)
+        return rows * config.data.seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, when they are most. `transient` is what `peak_in` holds for a moment."""
+
+    weights: float
+    moments: float
+    gradients: float
+    activations: float
+    logits: float
+    transient: float
+    peak_in: str
+
+    @property
+    def parts(self) -> dict[str, float]:
+        names = ("weights", "moments", "gradients", "activations", "logits", "transient")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def sharded_params(model: ModelConfig, split: Split) -> float:
+    """Scalars of the model on one device: matrices are split over fsdp and tensor, norm scales are not."""
+    norms = model.num_layers * layer_params(model)["norms"] + model.model_dim
+    return (num_params(model) - norms) / (split.fsdp * split.tensor) + norms
+
+
+def moments(config: Config, split: Split) -> float:
+    """Bytes of the optimizer's moments on one device.
+
+    AdamW: a first moment in `moment_dtype` and a second in float32 for each weight (arXiv:1711.05101). Muon: a first
+    moment alone for the matrices inside blocks, AdamW's two for the rest. Counters and scalars are not counted.
+    """
+    first = {"float32": 4, "bfloat16": 2}[config.optim.moment_dtype]
+    whole = sharded_params(config.model, split)
+    if config.optim.optimizer == "adamw":
+        return whole * (first + FLOAT32)
+    each = layer_params(config.model)
+    blocks = config.model.num_layers * (each["attention"] + each["mlp"]) / (split.fsdp * split.tensor)
+    return whole * (first + FLOAT32) - blocks * FLOAT32
+
+
+def state(config: Config, split: Split) -> float:
+    """Bytes of weights, gradients and moments on one device."""
+    return 2 * FLOAT32 * sharded_params(config.model, split) + moments(config, split)
+
+
+def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
+    """Bytes that the backward pass keeps of one layer; M = `tokens`, c = the compute dtype's bytes, t = tensor.
+
+    full: the group's input, c M D for each group of layers in the window pattern.
+    dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
+        projection, the MLP's first products. Gathered weights are gathered again.
+    none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
+        product that reads it; q, k, v, attention's output twice (as heads and flat) and its float32 lse; the MLP's
+        hidden values (gated: gate, act(gate), up, product; else: up, act(up)); q/k norm: three float32 [M, heads, H].
+    """
+    D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
+    M, c, t = tokens, split.width, split.tensor
+    if split.remat == "full":
+        return c * M * D / len(model.window_pattern)
+    first = 2 if model.gated_mlp else 1
+    if split.remat == "dots":
+        return c * M * (D + (N + 2 * K) * H / t + D + first * F / t)
+    each = layer_params(model)
+    total = c * (each["attention"] + each["mlp"]) / t
+    total += 2 * 3 * FLOAT32 * M * D + (3 + first) * c * M * D
+    total += c * M * (3 * N + 2 * K) * H / t + FLOAT32 * M * N / t
+    total += c * M * (4 if model.gated_mlp else 2) * F / t
+    # Statistics of the norms and their scales.
+    total += 4 * FLOAT32 * M + FLOAT32 * each["norms"]
+    if model.qk_norm:
+        total += FLOAT32 * M * (3 * H + 2) * (N + K) / t
+    return total
+
+
+def activations(config: Config, split: Split) -> float:
+    """Bytes kept from the forward to the backward pass: every layer's, and three float32 [M, D] of the final norm."""
+    tokens = split.tokens(config)
+    layers = config.model.num_layers * kept_by_layer(config.model, split, tokens)
+    return layers + 3 * FLOAT32 * tokens * config.model.model_dim
+
+
+def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
+    """Tokens whose logits live at a time, as pallas_kernels.cross_entropy.xla cuts them."""
+    columns = model.vocab_size // split.tensor
+    return min(tokens, max(8, LOGIT_BYTES // (FLOAT32 * columns)))
+
+
+def training(config: Config, split: Split) -> Memory:
+    """What a device holds in the worst moment of a step, which is one of three.
+
+    loss: every activation is kept; the head is whole (over fsdp) in the compute dtype, its gradient adds up in float32,
+        and a chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
+    blocks: their gradients are there; a group of layers is computed again with everything that remat none keeps, and
+        its weights' gradients leave their products whole (over fsdp) in the compute dtype.
+    embedding: the blocks' gradients are there; the head's is still whole in float32, and the embedding's is, in float32
+        where the rows are added up and in the compute dtype in which it is scattered.
+    Micro-batches add a second set of gradients, since each is added to a running sum.
+    """
+    model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
+    weights = FLOAT32 * sharded_params(model, split)
+    each, table, group = layer_params(model), model.vocab_size * model.model_dim / t, len(model.window_pattern)
+    matrices = each["attention"] + each["mlp"]
+    of_blocks = FLOAT32 * model.num_layers * matrices / (split.fsdp * t)
+    layers = model.num_layers * kept_by_layer(model, split, M)
+    logits = chunk_tokens(model, split, M) * (model.vocab_size // t) * (FLOAT32 + c)
+    again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M) if split.remat != "none" else 0.0
+    running = weights if split.accumulation > 1 else 0.0
+    peaks = (
+        # (gradients, activations, logits, transient, where)
+        (running, activations(config, split), logits, table * (FLOAT32 + c), "loss"),
+        (running + of_blocks, layers, 0.0, again + group * c * matrices / t, "blocks"),
+        (running + of_blocks, 0.0, 0.0, table * (2 * FLOAT32 + c), "embedding"),
+    )
+    found = [Memory(weights, moments(config, split), *peak) for peak in peaks]
+    return max(found, key=lambda memory: memory.total)
+
+
+def cache_bytes_per_token(model: ModelConfig, width: float) -> float:
+    """Keys and values of one position over all layers: 2 L K H numbers of `width` bytes.
+
+    Layers with a window cache every position too, as models.transformer.empty_cache does.
+    """
+    return 2 * model.num_layers * model.kv_heads * model.head_size * width
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """Bytes of the whole model for inference, and of the cache of one sequence; `width` bytes a number."""
+
+    width: int
+    weights: float
+    cache: float
+
+
+def serving(config: Config, width: int) -> Serving:
+    """Weights and one sequence's cache of `seq_len` positions, at 2 bytes a number (bfloat16) or 1 (int8)."""
+    cache = cache_bytes_per_token(config.model, width) * config.data.seq_len
+    return Serving(width, width * num_params(config.model), cache)

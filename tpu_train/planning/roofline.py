@@ -1,0 +1,191 @@
+"""Seconds that one training step needs of each resource of a device, block by block.
+
+The roofline of Williams et al. (doi:10.1145/1498765.1498785): a block that takes f FLOPs and moves b bytes of memory
+takes at least max(f / peak, b / bandwidth) seconds, and is bound by memory where its intensity f / b lies below
+peak / bandwidth; traffic between devices is a third resource (How to Scale Your Model, jax-ml.github.io/scaling-book,
+chapters 1 and 5). Bytes: every operand of a product or of an elementwise step is read once and every result written
+once, in the compute dtype unless said; fusion moves fewer, spilling more.
+
+M tokens of a micro-batch on a device, A micro-batches, c bytes of the compute dtype, t = tensor; dims as in config.py.
+"""
+
+import dataclasses
+
+from tpu_train.chips import Fleet
+from tpu_train.config import Config, ModelConfig, UserError
+from tpu_train.flops import forward_flops_per_token, layer_params, train_flops_per_token
+from tpu_train.planning import memory, network
+from tpu_train.planning.memory import FLOAT32, Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What a part of the step asks of one device, in a whole step: FLOPs, bytes of memory, seconds of traffic.
+
+    `fast` and `slow`: seconds on the networks within and between slices, by mesh axis.
+    """
+
+    name: str
+    flops: float
+    bytes: float
+    fast: dict[str, float]
+    slow: dict[str, float]
+    compute: float  # seconds
+    memory: float  # seconds; 0 where the bandwidth is unknown
+
+    @property
+    def network(self) -> float:
+        return sum(self.fast.values()) + sum(self.slow.values())
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte of memory."""
+        return self.flops / self.bytes
+
+    @property
+    def seconds(self) -> float:
+        """If its three resources work at the same time."""
+        return max(self.compute, self.memory, self.network)
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The resource that takes longest ("unknown" if none is known), and how many times as long as the next."""
+        times = sorted(((getattr(self, name), name) for name in ("compute", "memory", "network")), reverse=True)
+        (longest, name), (second, _) = times[:2]
+        return name if longest else "unknown", longest / second if second else float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step on one device. `unknown` names what the table has no number for and so counts as free."""
+
+    blocks: tuple[Block, ...]
+    useful_flops: float  # what the MFU counts, on one device
+    peak: float
+    unknown: tuple[str, ...]
+
+    @property
+    def work(self) -> float:
+        """Seconds of the device itself: each block as long as the slower of its products and its memory."""
+        return sum(max(block.compute, block.memory) for block in self.blocks)
+
+    @property
+    def network(self) -> float:
+        return sum(block.network for block in self.blocks)
+
+    @property
+    def best(self) -> float:
+        """Seconds if all traffic is hidden behind work, or all work behind traffic."""
+        return max(self.work, self.network)
+
+    @property
+    def worst(self) -> float:
+        """Seconds if nothing overlaps."""
+        return self.work + self.network
+
+    @property
+    def most_mfu(self) -> float:
+        return self.useful_flops / self.peak / self.best
+
+    def by_axis(self) -> dict[str, tuple[float, float]]:
+        """Seconds on the fast and the slow network, for each mesh axis."""
+        return {
+            axis: (sum(block.fast[axis] for block in self.blocks), sum(block.slow[axis] for block in self.blocks))
+            for axis in ("data", "fsdp", "tensor")
+        }
+
+
+def step(config: Config, split: Split, fleet: Fleet) -> Step:
+    """The step of `config`, cut as `split` says. Raises UserError where the chip's peak at this dtype is unknown."""
+    peak = fleet.chip.flops(split.dtype)
+    if peak is None:
+        raise UserError(f"the table has no {split.dtype} peak of {fleet.chip.name}; set run.precision=bfloat16")
+    bandwidth = fleet.chip.per_device("memory_bytes")
+    axes = network.axes(fleet, split.sizes)
+    unknown = [] if bandwidth else ["memory bandwidth"]
+    unknown += [f"network of {name}" for name, axis in axes.items() if axis.unknown]
+    blocks = []
+    for name, flops, moved, traffic in _work(config, split, axes):
+        fast = {axis: traffic.get(axis, (0.0, 0.0))[0] for axis in axes}
+        slow = {axis: traffic.get(axis, (0.0, 0.0))[1] for axis in axes}
+        blocks.append(Block(name, flops, moved, fast, slow, flops / peak, moved / bandwidth if bandwidth else 0.0))
+    tokens = config.data.batch_size * config.data.seq_len / split.devices
+    useful = tokens * train_flops_per_token(config.model, config.data.seq_len)
+    return Step(tuple(blocks), useful, peak, tuple(unknown))
+
+
+Traffic = dict[str, tuple[float, float]]
+
+
+def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[tuple[str, float, float, Traffic]]:
+    """(block, FLOPs, bytes, traffic by axis) on one device in a step."""
+    model, A, c, t = config.model, split.accumulation, split.width, split.tensor
+    M = split.tokens(config)
+    L, D, V = model.num_layers, model.model_dim, model.vocab_size
+    N, K, H, F = model.num_heads / t, model.kv_heads / t, model.head_size, model.mlp_dim / t
+    forward = {name: flops * M / t for name, flops in forward_flops_per_token(model, config.data.seq_len).items()}
+    each, table = layer_params(model), V * D / t
+    # What is computed twice: all of a layer under full, all but its products under dots; never the last product of a
+    # group, which its gradient does not read.
+    forwards = 1 if split.remat == "none" else 2
+    first = 2 if model.gated_mlp else 1
+    products = 4 if split.remat == "full" else 3
+    of_mlp = products - (1 / (first + 1) / len(model.window_pattern) if split.remat == "full" else 0)
+    ends = (N + 2 * K) * H + 3 * D + N * H + D
+    attention_bytes = products * c * (each["attention"] / t + M * ends)
+    # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
+    kernel_bytes = c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
+    mlp_bytes = of_mlp * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
+    # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
+    light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
+    light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
+    chunks = -(-M // memory.chunk_tokens(model, split, M))
+    head_bytes = chunks * (3 * c + 2 * FLOAT32) * table + M * V / t * (5 * FLOAT32 + 3 * c) + 3 * c * M * D
+    traffic = _traffic(model, split, axes, M)
+    state = memory.sharded_params(model, split)
+    update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * memory.moments(config, split)
+    return [
+        ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
+        # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
+        ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, {}),
+        ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
+        ("norms, rotary, activation", 0.0, A * L * light, {}),
+        ("embedding", 0.0, A * (FLOAT32 * table / split.fsdp + 3 * c * table + 4 * c * M * D), traffic["embedding"]),
+        # The backward pass takes the logits again: four products where the MFU counts three.
+        ("head and loss", A * 4 * forward["head"], A * head_bytes, traffic["head"]),
+        ("update", 0.0, update + A * c * state, {}),
+    ]
+
+
+def _traffic(model: ModelConfig, split: Split, axes: dict[str, network.Axis], tokens: int) -> dict[str, Traffic]:
+    """Seconds by block and axis in a step.
+
+    fsdp: weights are gathered in the compute dtype forward, and again backward unless remat is none; their gradients
+        are scattered in it. The head goes both ways in float32.
+    data: what fsdp leaves of a gradient is all-reduced, at the same width.
+    tensor: one all-reduce of [M, D] for each half of a layer, forward and backward; attention's again under full, whose
+        MLP needs its output. The embedding's rows and the head's float32 dx are summed once.
+    """
+    A, c, t, D, L = split.accumulation, split.width, split.tensor, model.model_dim, model.num_layers
+    gathers = 1 if split.remat == "none" else 2
+    each, table = layer_params(model), model.vocab_size * D / t
+
+    def weights(size: float, times: int, width: int) -> Traffic:
+        scatter, shard = times + 1, size * width / split.fsdp
+        fsdp = axes["fsdp"].gather(size * width)
+        return {"fsdp": _times(A * scatter, fsdp), "data": _times(A, axes["data"].reduce(shard))}
+
+    def sums(times: int, width: int) -> Traffic:
+        return {"tensor": _times(A * times, axes["tensor"].reduce(width * tokens * D))}
+
+    half = 3 if split.remat == "full" else 2
+    return {
+        "projections": weights(L * each["attention"] / t, gathers, c) | sums(L * half, c),
+        "mlp": weights(L * each["mlp"] / t, gathers, c) | sums(L * 2, c),
+        "embedding": weights(table, 1, c) | sums(1, c),
+        "head": weights(table, 1, FLOAT32) | sums(1, FLOAT32),
+    }
+
+
+def _times(factor: float, seconds: tuple[float, float]) -> tuple[float, float]:
+    return factor * seconds[0], factor * seconds[1]
