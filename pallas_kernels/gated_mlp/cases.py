@@ -16,12 +16,12 @@ def cases() -> list[Case]:
     return [gated(2048, 1024, 4096)]
 
 
-def gated(T: int, D: int, F: int) -> Case:
+def gated(T: int, D: int, F: int, **options) -> Case:
     """Forward, then backward, of T tokens."""
     x, w, h = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((T, D), (D, F), (T, F)))
 
     def train(x_TD, w_gate_DF, w_up_DF, dh_TF):
-        h_TF, vjp = jax.vjp(functools.partial(gated_mlp, implementation="pallas"), x_TD, w_gate_DF, w_up_DF)
+        h_TF, vjp = jax.vjp(functools.partial(gated_mlp, implementation="pallas", **options), x_TD, w_gate_DF, w_up_DF)
         return h_TF, vjp(dh_TF)
 
     problem = Problem(T, F, D, 2, 2, 2, factors=True)
@@ -29,6 +29,6 @@ def gated(T: int, D: int, F: int) -> Case:
         f"gated_mlp/{T}x{D}x{F}",
         train,
         (x, w, w, h),
-        functools.partial(counts, "gated_mlp", problem),
+        functools.partial(counts, "gated_mlp", problem, recompute=options.get("recompute", False)),
         flops=6 * 2 * T * D * F,  # two products forward, four backward
     )

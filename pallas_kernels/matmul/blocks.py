@@ -57,12 +57,13 @@ RATES = {
 }
 HBM_SHARE = 0.8  # of its rate that copies are taken to reach
 SHARE = 0.85  # of VMEM that a kernel's blocks may fill
-UNROLLED = 8192  # cycles of a matrix unit that a body without a loop may hold: what compiles in seconds
+# Cycles that a body without a loop may keep the matrix units busy, by their size: what compiles in seconds.
+UNROLLED = {128: 16384, 256: 8192}
 TILES = (512, 256, 128)
 FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
 # Cycles of the schedules that tpu-train kernels shows: the start and end of a body of 512 rows, by the size of the
 # matrix unit (of fewer rows: more, since each weight then waits for its rows); a grid step; dz of 1,024 elements.
-BODY, STEP, FORM = {128: 10, 256: 250}, 150, 0.5
+BODY, STEP, FORM = {128: 150, 256: 250}, 150, 0.5
 # Cycles to begin and end 1,024 sums that take several steps, and to read and write them once more in a step.
 ADDED, READ = {"forward": 2.4, "dx": 0.9, "dw": 0.9}, 0.1
 _MOST = tuple(LANES << i for i in range(8))
@@ -99,7 +100,8 @@ def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
 
 def _unrolled(chip: Chip | None) -> int:
     """Multiplications that a body may hold."""
-    return UNROLLED * RATES[chip.name if chip else "v5e"][0]
+    chip = chip or CHIPS["v5e"]
+    return UNROLLED[chip.mxu_size] * RATES[chip.name][0]
 
 
 def _passes(problem: Problem) -> int:

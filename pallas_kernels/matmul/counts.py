@@ -5,11 +5,13 @@ from pallas_kernels.matmul.blocks import KERNELS, RATES, Problem
 from pallas_kernels.runtime import CHIPS
 
 NAMES = {"forward": "jvp_{}_forward_", "dx": "transpose_jvp_{}_dx__", "dw": "transpose_jvp_{}_dw__"}
+RECOMPUTED = "transpose_jvp_{}_forward__"
 
 
-def counts(op: str, problem: Problem, generation: str) -> dict[str, dict[str, float]]:
+def counts(op: str, problem: Problem, generation: str, recompute: bool = False) -> dict[str, dict[str, float]]:
     """By kernel and region, of one forward and backward pass; of one core where two share the grid."""
-    return {NAMES[kernel].format(op): _kernel_counts(kernel, problem, generation) for kernel in KERNELS}
+    names = [(NAMES[kernel], kernel) for kernel in KERNELS] + [(RECOMPUTED, "forward")] * recompute
+    return {name.format(op): _kernel_counts(kernel, problem, generation) for name, kernel in names}
 
 
 def _kernel_counts(kernel: str, problem: Problem, generation: str) -> dict[str, float]:

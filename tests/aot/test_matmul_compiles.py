@@ -56,7 +56,7 @@ TOPOLOGIES = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_forward_and_backward_compile(generation):
     code = COMPILE.replace("{topology}", TOPOLOGIES[generation])
-    code = code.replace("{calls}", ODD + REAL)
+    code = code.replace("{calls}", REAL if generation in ("v5p", "v6e") else ODD)
     settings = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

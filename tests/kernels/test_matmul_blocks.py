@@ -36,7 +36,9 @@ def test_real_sizes_get_long_contractions_and_reads_that_the_products_hide():
         for kernel in KERNELS:
             block = blocks.choose(kernel, problem, chip)
             assert {"forward": block.D, "dx": 2 * block.F, "dw": block.T}[kernel] >= (256 if name == "v4" else 1024)
-            assert blocks.hbm_bytes(kernel, problem, block) * per_byte / rate <= ideal
+            # 16 MiB of VMEM, v4's, hold too little for that.
+            copies = blocks.hbm_bytes(kernel, problem, block) * per_byte / rate
+            assert copies <= ideal * (1.05 if name == "v4" else 0.9)
             outer = {"forward": block.T, "dx": block.T, "dw": block.F}[kernel]
             assert {"dw": 14336}.get(kernel, 4096) // outer >= cores
 
