@@ -32,3 +32,13 @@ def test_kernels_take_whole_blocks_of_queries_and_xla_takes_decoding():
 def test_a_head_too_wide_for_the_kernel_names_the_way_out():
     with pytest.raises(UserError, match=r"model\.head_dim=320: .* at most 256; set run\.implementation=xla"):
         attention(128, 320, "pallas")
+
+
+def test_the_gated_kernel_takes_whole_blocks_of_tokens_and_xla_the_rest():
+    def takes(tokens: int, implementation: str) -> bool:
+        x = jax.ShapeDtypeStruct((1, tokens, 8), jnp.bfloat16)
+        return ops.takes_gated_mlp(x, Compute(jnp.dtype(jnp.bfloat16), implementation, "tpu"))
+
+    assert takes(128, "pallas")
+    assert not takes(127, "pallas")
+    assert not takes(128, "xla")
