@@ -12,15 +12,19 @@ counts; `copied`: what our blocks copy from and to HBM, and the share of the sch
 
 import argparse
 import functools
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+from jax.experimental import topologies
 
-from pallas_kernels import fused_matmul, gated_mlp, schedule
+from pallas_kernels import fused_matmul, gated_mlp, hlo_cost, schedule
 from pallas_kernels.cases import Case
 from pallas_kernels.fused_matmul.cases import plain
 from pallas_kernels.gated_mlp.cases import gated
@@ -35,43 +39,71 @@ OPS: dict[str, tuple[Callable[..., Case], Callable[..., Any], int]] = {  # ours,
 }
 
 
-def xla_job(op: Callable[..., Any], case: Case, topology: str) -> schedule.Job:
-    """The same forward and backward pass by XLA."""
+def by_xla(what: str, text: str, topology: str) -> dict[str, float | str]:
+    """{"cycles", "bytes"} of the same forward and backward pass by XLA, from a process of its own."""
+    settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    settings |= {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "XLA_FLAGS": ""}
+    child = [sys.executable, __file__, "--child", what, text, topology]
+    done = subprocess.run(child, env=os.environ | settings, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
-    def train(*arrays):
-        y, vjp = jax.vjp(functools.partial(op, implementation="xla"), *arrays[:-1])
+
+def compile_by_xla(what: str, text: str, topology: str) -> dict[str, float | str]:
+    make, op, _ = OPS[what]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    there = jax.sharding.SingleDeviceSharding(device)
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in make(*dims(text)).args]
+    forward = functools.partial(jax.vjp, functools.partial(op, implementation="xla"))
+
+    def both(*arrays):
+        y, vjp = forward(*arrays[:-1])
         return y, vjp(arrays[-1])
 
-    return schedule.Job(train, case.args, topology)
+    def backward(vjp, dy):
+        return vjp(dy)
 
-
-def row(what: str, shape: tuple[int, int, int], topology: str) -> str:
-    make, op, products = OPS[what]
-    case = make(*shape)
-    ours = schedule.measure_all([case.job(topology)])[0]
     try:
-        xla = schedule.measure_all([xla_job(op, case, topology)])[0]
-    except schedule.ScheduleError as error:
-        xla = error
+        return _cost([(both, args)]) | {"programs": "one program"}
+    except jax.errors.JaxRuntimeError:  # libtpu can't print the whole 7x program
+        vjp = jax.eval_shape(forward, *args[:-1])[1]
+        vjp = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), vjp)
+        return _cost([(forward, args[:-1]), (backward, [vjp, args[-1]])]) | {"programs": "forward and backward apart"}
+
+
+def _cost(programs) -> dict[str, Any]:
+    found = {"cycles": 0.0, "bytes": 0.0}
+    for fn, args in programs:
+        compiled = jax.jit(fn).lower(*args).compile()
+        found["cycles"] += hlo_cost.parse(compiled.as_text()).total_cycles
+        found["bytes"] += compiled.cost_analysis()["bytes accessed"]
+    return found
+
+
+def dims(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x"))
+
+
+def row(what: str, text: str, topology: str) -> str:
+    make, _, products = OPS[what]
+    T, D, F = dims(text)
+    case = make(T, D, F)
+    ours = schedule.measure_all([case.job(topology)])[0]
     if isinstance(ours, schedule.ScheduleError):
         return f"refused: {ours}"
+    xla = by_xla(what, text, schedule.parse_topology(topology)[1])
     generation = schedule.parse_topology(topology)[0]
     rate, per_byte, cores = RATES[generation]
-    T, D, F = shape
     problem = Problem(T, F, D, products, 2, 2, factors=products == 2)
     kernels = [*KERNELS, *["forward"] * (what == "recomputed")]
     chosen = {kernel: blocks.choose(kernel, problem, CHIPS[generation]) for kernel in KERNELS}
     copied = sum(blocks.hbm_bytes(kernel, problem, chosen[kernel]) for kernel in kernels)
-    operands = counted_bytes(problem, what == "recomputed")
+    counted = counted_bytes(problem, what == "recomputed")
     bound = (case.flops or 0) / (2 * rate * cores)
-    mine = f"{ours.cycles:,.0f} | {ours.cycles / bound:.2f}"
+    mine = f"{ours.cycles / 1e6:.2f} M | {ours.cycles / bound:.2f}"
+    theirs = f"{xla['cycles'] / 1e6:.2f} M, {xla['programs']} | {ours.cycles / xla['cycles']:.2f}"
+    moved = f"{counted / 1e9:.2f} of {xla['bytes'] / 1e9:.2f} GB | {counted / xla['bytes']:.2f}"
     share = copied * per_byte / rate / cores / ours.cycles
-    traffic = f"{copied / 1e9:.2f} GB, {share:.0%}"
-    if isinstance(xla, schedule.ScheduleError):
-        return f"{mine} | {xla} | | {operands / 1e9:.2f} GB | | {traffic}"
-    theirs = f"{xla.xla_cycles:,.0f} | {ours.cycles / xla.xla_cycles:.2f}"
-    moved = f"{operands / 1e9:.2f} of {xla.bytes_accessed / 1e9:.2f} GB | {operands / xla.bytes_accessed:.2f}"
-    return f"{mine} | {theirs} | {moved} | {traffic}"
+    return f"{mine} | {theirs} | {moved} | {copied / 1e9:.2f} GB, {share:.0%}"
 
 
 def counted_bytes(problem: Problem, recompute: bool) -> int:
@@ -88,14 +120,17 @@ def main() -> None:
     parser.add_argument("--what", default="gated,plain", help=f"some of {', '.join(OPS)}")
     parser.add_argument("--gated", default="4096x4096x14336", help="T x D x F")
     parser.add_argument("--plain", default="8192x8192x8192", help="T x D x F")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    if flags.child:
+        print(json.dumps(compile_by_xla(*flags.child)))
+        return
     columns = "op | T x D x F | TPU | ours, cycles | ours / bound | XLA's estimate | ours / XLA | bytes, ours of XLA's"
     print(f"| {columns} | ours / XLA | copied by ours |\n|{'---|' * 10}")
     for what in flags.what.split(","):
         text = flags.plain if what == "plain" else flags.gated
-        shape = tuple(int(size) for size in text.split("x"))
         for topology in flags.topologies.split(","):
-            print(f"| {what} | {text} | {topology} | {row(what, shape, topology)} |", flush=True)
+            print(f"| {what} | {text} | {topology} | {row(what, text, topology)} |", flush=True)
 
 
 if __name__ == "__main__":

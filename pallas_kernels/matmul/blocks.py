@@ -210,8 +210,12 @@ def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | Non
     if chip is None:
         return
     needed, limit = vmem_bytes(kernel, problem, block, chip), int(SHARE * chip.vmem_bytes)
-    if needed > limit:
-        raise ValueError(
-            f"{op}: {kernel} block {block} needs {needed / 2**20:.1f} MiB of VMEM; {chip.name} has "
-            f"{limit / 2**20:.1f} MiB for it; {choose(kernel, problem, chip)} fits"
-        )
+    if needed <= limit:
+        return
+    best = choose(kernel, problem, chip)
+    fits = vmem_bytes(kernel, problem, best, chip) <= limit
+    hint = f"{best} fits" if fits else "no block of these arrays fits, so use implementation='xla'"
+    raise ValueError(
+        f"{op}: {kernel} block {block} needs {needed / 2**20:.1f} MiB of VMEM; {chip.name} has "
+        f"{limit / 2**20:.1f} MiB for it; {hint}"
+    )

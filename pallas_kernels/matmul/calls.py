@@ -58,10 +58,10 @@ def prepare(op: str, problem: Problem, sizes: BlockSizes | None, dtype, interpre
     if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
         raise ValueError(f"{op}: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
     chip, sizes = chip_in_use(), sizes or BlockSizes()
+    call = Call(op, problem, sizes, chip_name=None if chip is None else chip.name, interpret=interpret, **options)
     for kernel in blocks.KERNELS:
-        if block := getattr(sizes, kernel):
-            blocks.check(op, kernel, problem, block, chip)
-    return Call(op, problem, sizes, chip_name=None if chip is None else chip.name, interpret=interpret, **options)
+        blocks.check(op, kernel, problem, call.block(kernel), chip)
+    return call
 
 
 def forward(call: Call, x_TD, weights, bias_F=None, residual_TF=None, *, writes_y=True, factors=False):
@@ -188,6 +188,7 @@ def _backward_spec(call: Call, kernel: str, contracted: str, factors, converts: 
 
 
 def _pallas_call(call: Call, kernel_name, kernel, operands, *, grid, semantics, **specs):
+    problem = call.problem
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
@@ -195,6 +196,11 @@ def _pallas_call(call: Call, kernel_name, kernel, operands, *, grid, semantics, 
             grid=grid,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem_limit(call.chip)
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * problem.products * problem.T * problem.F * problem.D,
+                bytes_accessed=blocks.hbm_bytes(kernel_name, problem, call.block(kernel_name)),
+                transcendentals=problem.T * problem.F if kernel_name == "forward" else 0,
             ),
             interpret=call.interpret,
             name=f"{call.op}_{kernel_name}",

@@ -52,6 +52,13 @@ def test_a_block_that_does_not_fit_names_the_limit_and_one_that_does():
         blocks.check("op", "dx", problem, Block(8192, 8192, 8192), CHIPS["v5p"])
 
 
+def test_arrays_that_no_block_of_fits_name_the_way_out():
+    problem = Problem(128, 2**18, 2**18, 2, 2, 2, factors=True)  # dx sums a row of all of D in float32
+    block = blocks.choose("dx", problem, CHIPS["v4"])
+    with pytest.raises(ValueError, match=r"v4 has 13\.6 MiB for it; no block of these arrays fits, so use implement"):
+        blocks.check("op", "dx", problem, block, CHIPS["v4"])
+
+
 def test_blocks_pad_a_length_little():
     problem = Problem(1100, 1100, 1100, 1, 2, 2, factors=False)
     for kernel in KERNELS:
