@@ -40,9 +40,9 @@ def gated(T, D, F, dtype=jnp.bfloat16, **options):
 """
 
 ODD = """
-gated(1000, 700, 1300, activation="gelu")
-gated(300, 260, 200, dtype=jnp.float32, activation="gelu_tanh")
-x, w, bias, residual = array(500, 3000), array(3000, 700), array(700), array(500, 700)
+gated(300, 400, 600, activation="gelu")
+gated(150, 140, 130, dtype=jnp.float32, activation="gelu_tanh")
+x, w, bias, residual = array(200, 600), array(600, 300), array(300), array(200, 300)
 compiled(fused, x, w, bias, residual, activation="relu_squared", out_dtype=jnp.float32)
 """
 REAL = """
