@@ -88,7 +88,7 @@ class Module:
         while at in self.frames:
             file, line, at = self.frames[at]
             if file.startswith(root):
-                return f"{file.removeprefix(root).lstrip('/')}:{line}"
+                return f"{file.removeprefix(f'{root}/') if root else file}:{line}"
         return ""
 
     def operation(self, instruction: Instruction) -> str:

@@ -201,14 +201,10 @@ def _absent(generation: str) -> AbstractMesh:
     return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
-def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
-    (folder / "dump").mkdir()
-    (folder / "request.json").write_text(json.dumps(topologies))
-    flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
-    flags += " --xla_jf_dump_llo_pass_label_regex=final|pre-delay|original"  # the stages that are read, not all seventy
-    # XLA_FLAGS would change what is compiled, and a compilation found in a cache dumps nothing.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
+def compiler_environment(flags: str = "") -> dict[str, str]:
+    """Variables for a process that compiles with libtpu where there is no TPU; `flags` are more LIBTPU_INIT_ARGS."""
+    # XLA_FLAGS would change what is compiled, and may name what libtpu does not know.
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -216,6 +212,14 @@ def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-1",
         "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
     }
+
+
+def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
+    (folder / "dump").mkdir()
+    (folder / "request.json").write_text(json.dumps(topologies))
+    flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
+    flags += " --xla_jf_dump_llo_pass_label_regex=final|pre-delay|original"  # the stages that are read, not all seventy
+    environment = compiler_environment(flags) | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # a found one dumps nothing
     child = [sys.executable, "-P", str(Path(__file__).with_name("schedule_child.py")), str(folder)]
     done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
     answer_file = folder / "answer.json"

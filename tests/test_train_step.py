@@ -9,6 +9,7 @@ import pytest
 
 from tpu_train import train_step as module
 from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.loss import weighted_loss
 from tpu_train.precision import resolve
 from tpu_train.sharding import SPECS
 from tpu_train.train_step import abstract_state, init_state, make_train_step
@@ -53,6 +54,29 @@ def test_step_takes_the_gradient_of_the_mean_over_all_tokens(tiny, random_batch,
     assert int(after.step) == 1
     for new, old, gradient in zip(leaves(after.model), before, leaves(grads), strict=True):
         np.testing.assert_allclose(old - new, gradient, rtol=1e-3, atol=2e-5 * np.abs(gradient).max() + 1e-6)
+
+
+def test_gradients_kept_in_the_compute_dtype_are_those_of_the_float32_weights(tiny, random_batch, fresh_state, place):
+    config = tiny("run.precision=bfloat16", "optim.z_loss=0.01")
+    compute = resolve(config.run, "cpu")
+    state, batch = fresh_state(config, compute), place(random_batch(config))
+    _, grads = jax.jit(lambda s, b: module._loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
+    one = jax.tree.map(lambda x: x[0], batch)
+
+    def mean_loss(model):
+        return weighted_loss(model, one, config.optim.z_loss, compute)[0] / jnp.sum(one["weights"])
+
+    wanted = jax.jit(jax.grad(mean_loss))(state.model)
+    assert str(jax.tree.structure(grads)) == str(jax.tree.structure(wanted))
+    for (path, gradient), direct in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert gradient.dtype == direct.dtype == jnp.float32
+        largest = float(jnp.max(jnp.abs(direct)))
+        np.testing.assert_allclose(gradient, direct, rtol=0.02, atol=0.01 * largest, err_msg=name)
+        if "blocks" in name and "scale" not in name:
+            np.testing.assert_array_equal(gradient, gradient.astype(jnp.bfloat16).astype(jnp.float32), err_msg=name)
 
 
 @pytest.mark.parametrize("overrides", [["optim.optimizer=adamw"], ["optim.optimizer=muon", "run.precision=bfloat16"]])

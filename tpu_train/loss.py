@@ -9,7 +9,7 @@ from tpu_train.models.transformer import Transformer
 from tpu_train.precision import Compute
 
 
-def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float, compute: Compute):
+def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float, compute: Compute, masters=None):
     """Sums over the batch's tokens, each times its weight: (cross entropy + z-loss, cross entropy). Float32 scalars.
 
     `batch` holds tokens, labels, positions and, if rows are packed, segment_ids [B, T] int32 and weights [B, T]
@@ -18,7 +18,7 @@ def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float
     # Weights of another shape would broadcast and give another loss without a word.
     chex.assert_rank(batch["tokens"], 2)
     chex.assert_equal_shape(list(batch.values()))
-    x_BTD, _ = model(batch["tokens"], batch["positions"], batch.get("segment_ids"), compute)
+    x_BTD, _ = model(batch["tokens"], batch["positions"], batch.get("segment_ids"), compute, masters=masters)
     loss_BT, lse_BT = ops.linear_cross_entropy(
         x_BTD,
         model.output_VD,

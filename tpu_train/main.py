@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, plan, kernels."""
+"""The `tpu-train` command: train, eval, generate, plan, compile, kernels."""
 
 import logging
 import os
@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
+    "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
 }
 
@@ -92,6 +93,14 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
         add(flags.DEFINE_string, "update_budget", None, "also write the cycles into this budget file")
         return values
+    if command == "compile":
+        add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+        add(flags.DEFINE_string, "topology", "v5e:4x4", "one slice: v4, v5e, v5p, v6e or 7x, and a shape such as :4x4")
+        add(flags.DEFINE_integer, "num_slices", 1, "slices; mesh.data goes across them", lower_bound=1)
+        add(flags.DEFINE_bool, "search", False, "try remat policies, meshes and micro-batches, and rank them")
+        add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
+        add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+        return values
     if command == "plan":
         _plan_flags(add)
         return values
@@ -150,12 +159,12 @@ def _run(command: str, values: flags.FlagValues) -> int:
     from tpu_train import config as config_lib
 
     flag: dict[str, Any] = {name: values[name].value for name in values}
-    if command == "kernels":
+    if command in ("kernels", "compile"):
         os.environ["JAX_PLATFORMS"] = "cpu"  # to trace with; the TPU's compiler runs in a process of its own
         _prepare_jax()
-        from tpu_train import kernels
+        from tpu_train import aot, kernels
 
-        return kernels.show(flag)
+        return (kernels if command == "kernels" else aot).show(flag)
     if command == "plan":
         from tpu_train import plan
 

@@ -14,10 +14,38 @@ from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
-from tpu_train.sharding import BATCH, SPECS, P, gather
+from tpu_train.sharding import BATCH, SPECS, P, gather_inside
 
 # Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
+
+
+def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the table as stored, x_BTD in `dtype`.
+
+    A device looks up its slice of D for all tokens that share the table with it, and they exchange what they found:
+    a few rows cross the mesh, and neither the table nor its gradient is ever whole.
+    """
+    size = jax.sharding.get_abstract_mesh().shape
+    if math.prod(size.values()) == 1:  # XLA on CPU keeps a sum over one device
+        return table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"]).astype(dtype)
+
+    def local(table_VD, tokens_BT):
+        if size["fsdp"] > 1:
+            tokens_BT = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+        if size["tensor"] == 1:
+            x_BTD = table_VD.at[tokens_BT].get()
+        else:
+            rows_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
+            x_BTD = table_VD.at[rows_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        x_BTD = x_BTD.astype(dtype)
+        if size["fsdp"] > 1:
+            x_BTD = jax.lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        return jax.lax.psum(x_BTD, "tensor")
+
+    return jax.shard_map(local, in_specs=(SPECS["VD"], SPECS["BT"]), out_specs=SPECS["BTD"])(
+        table_VD, jax.reshard(tokens_BT, SPECS["BT"])
+    )
 
 
 def attention(
@@ -80,16 +108,14 @@ def gated_mlp(
     def local(x_BTD, w_gate_DF, w_up_DF):
         B, T, D = x_BTD.shape
         h_MF = pallas_kernels.gated_mlp(
-            *(x_BTD.reshape(B * T, D), w_gate_DF, w_up_DF),
+            *(x_BTD.reshape(B * T, D), gather_inside(w_gate_DF, "DF"), gather_inside(w_up_DF, "DF")),
             activation=activation,
             implementation=compute.implementation,
         )
         return h_MF.reshape(B, T, -1)
 
-    weights = (gather(w_gate_DF, "DF", x_BTD.dtype), gather(w_up_DF, "DF", x_BTD.dtype))
-    w_spec = P(None, "tensor")
-    run = jax.shard_map(local, in_specs=(SPECS["BTD"], w_spec, w_spec), out_specs=SPECS["BTF"])
-    return run(x_BTD, *weights)
+    run = jax.shard_map(local, in_specs=(SPECS["BTD"], SPECS["DF"], SPECS["DF"]), out_specs=SPECS["BTF"])
+    return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
 def linear_cross_entropy(
@@ -102,11 +128,21 @@ def linear_cross_entropy(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Per-token loss_BT (z-loss included) and lse_BT in float32; `w_VD` as stored."""
-    # Pallas has no kernel for it yet. The reference takes the whole vocabulary; xla a slice each, summed over the axis.
+    # Pallas has no kernel for it yet. The reference takes the whole vocabulary; xla a slice each, summed over the axes.
     implementation = "xla" if compute.implementation == "pallas" else compute.implementation
-    vocab_axis = None if implementation == "reference" else "tensor"
+    size = jax.sharding.get_abstract_mesh().shape
+    B, T, _ = x_BTD.shape
+    V, b = w_VD.shape[0], B // (size["data"] * size["fsdp"])
+    # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
+    spread = B * T // size["data"] < V and V % (size["tensor"] * size["fsdp"]) == 0 and size["fsdp"] > 1
+    vocab_axis = {"reference": None}.get(implementation, ("tensor", "fsdp") if spread else "tensor")
 
     def local(x_BTD, w_VD, labels_BT):
+        if vocab_axis == ("tensor", "fsdp"):
+            w_VD = jax.lax.all_to_all(w_VD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
+            x_BTD, labels_BT = (jax.lax.all_gather(x, "fsdp", tiled=True, to="invarying") for x in (x_BTD, labels_BT))
+        elif vocab_axis is not None:
+            w_VD = gather_inside(w_VD, "VD")
         loss, lse = pallas_kernels.linear_cross_entropy(
             x_BTD.reshape(-1, x_BTD.shape[-1]),
             w_VD,
@@ -116,9 +152,14 @@ def linear_cross_entropy(
             vocab_axis=vocab_axis,
             implementation=implementation,
         )
-        return loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
+        loss_BT, lse_BT = loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
+        if vocab_axis == ("tensor", "fsdp"):
+            own = lambda y: jax.lax.dynamic_slice_in_dim(y, b * jax.lax.axis_index("fsdp"), b)  # noqa: E731
+            return own(loss_BT), own(lse_BT)
+        return loss_BT, lse_BT
 
-    w_spec = P(vocab_axis, None)
+    w_VD = jax.reshard(w_VD, P()) if vocab_axis is None else w_VD
+    w_spec = P() if vocab_axis is None else SPECS["VD"]
     run = jax.shard_map(local, in_specs=(SPECS["BTD"], w_spec, SPECS["BT"]), out_specs=(SPECS["BT"], SPECS["BT"]))
-    # Gathered in float32: the op casts for its products and returns a float32 gradient.
-    return run(x_BTD, jax.reshard(gather(w_VD, "VD", jnp.dtype("float32")), w_spec), labels_BT)
+    # As stored, in float32: the op casts for its products and returns a float32 gradient.
+    return run(x_BTD, w_VD, labels_BT)

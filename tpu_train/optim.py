@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_train.config import OptimConfig
-from tpu_train.sharding import dims_of
+from tpu_train.sharding import dims_of_path
 
 Tree = Any
 
@@ -67,23 +67,16 @@ def _in_auto_mode(optimizer: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def _dims(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """The dims of the parameter at a path of the model, without the stacked L, and whether it lies in a block."""
-    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    dims = next(name for name in reversed(names) if name != "value")
-    return dims_of(dims), "blocks" in names
-
-
 def decay_mask(params: Tree) -> Tree:
     """True for matrices. By the dims in the name, not by rank: a stacked norm scale is [L, D] and must not decay."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: len(_dims(path)[0]) > 1, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: len(dims_of_path(path)[0]) > 1, params)
 
 
 def muon_labels(params: Tree) -> Tree:
     """ "muon" for the matrices inside blocks, "adamw" for the embedding, the head and the norms."""
 
     def label(path, _):
-        dims, in_block = _dims(path)
+        dims, in_block = dims_of_path(path)
         return "muon" if in_block and len(dims) > 1 else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
@@ -93,7 +86,7 @@ def muon_dimension_numbers(params: Tree) -> Tree:
     """Which dims of each matrix are its input and its output; heads count with the side they belong to, L with none."""
 
     def numbers(path, leaf):
-        dims, _ = _dims(path)
+        dims, _ = dims_of_path(path)
         stacked = leaf.ndim - len(dims)
         inputs = {"DNH": 1, "DKH": 1, "NHD": 2, "DF": 1, "FD": 1}[dims]
         axes = tuple(range(stacked, leaf.ndim))

@@ -4,6 +4,8 @@ A weight is stored split over `fsdp` along D and over `tensor` along heads, feed
 it together over `fsdp` just before use, in the compute dtype; its transpose scatters the gradient back.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -37,7 +39,25 @@ def dims_of(name: str) -> str:
     return name.rsplit("_", 1)[-1]
 
 
+def dims_of_path(path: tuple[Any, ...]) -> tuple[str, bool]:
+    """The dims of the parameter at a path of the model, without the stacked L, and whether it lies in a block."""
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    return dims_of(next(name for name in reversed(names) if name != "value")), "blocks" in names
+
+
 def gather(w: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
     """The weight `w`, stored as SPECS[dims], cast to `dtype` and whole along the dims that `fsdp` splits."""
     whole = P(*(None if axis == "fsdp" else axis for axis in SPECS[dims]))
     return jax.reshard(w.astype(dtype), whole)
+
+
+def gather_inside(w: jax.Array, dims: str) -> jax.Array:
+    """`gather` inside shard_map, of this device's shard of a weight; no cast.
+
+    Its transpose scatters the gradient's sum over `fsdp` and then adds up the shards over `data`, where summing a whole
+    gradient and cutting it after would send twice as much.
+    """
+    w = jax.lax.pcast(w, ("data",), to="varying")
+    if jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
+        return w
+    return jax.lax.all_gather(w, "fsdp", axis=SPECS[dims].index("fsdp"), tiled=True)

@@ -24,7 +24,7 @@ from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
 from tpu_train.sharding import SPECS
-from tpu_train.train_step import TrainState, abstract_state, init_state, make_train_step
+from tpu_train.train_step import TrainState, abstract_state, batch_names, init_state, trace_step
 
 
 def train(config: Config, start_time: float) -> int:
@@ -66,21 +66,7 @@ def train(config: Config, start_time: float) -> int:
 
 def compile_step(config: Config, compute: precision.Compute, mesh: jax.sharding.Mesh) -> Callable:
     """The train step, compiled for the shapes and shardings that `config` makes."""
-    shape = (config.optim.accumulation_steps, config.data.batch_size // config.optim.accumulation_steps)
-    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
-    dtypes = dict.fromkeys(_batch_names(config), jnp.int32) | {"weights": jnp.float32}
-    batch = {
-        name: jax.ShapeDtypeStruct((*shape, config.data.seq_len), dtype, sharding=sharding)
-        for name, dtype in dtypes.items()
-    }
-    with jax.set_mesh(mesh):  # a thread has its own
-        return make_train_step(config, compute).lower(abstract_state(config, compute), batch).compile()
-
-
-def _batch_names(config: Config) -> list[str]:
-    # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
-    segments = ["segment_ids"] if config.data.packing else []
-    return ["tokens", "labels", "positions", "weights", *segments]
+    return trace_step(config, compute, mesh).lower().compile()
 
 
 @dataclasses.dataclass
@@ -136,7 +122,7 @@ class Run:
             name: jax.make_array_from_process_local_data(
                 sharding, batch[name].reshape(micro, -1, batch[name].shape[-1])
             )
-            for name in _batch_names(self.config)
+            for name in batch_names(self.config)
         }
 
     def _evaluate(self, state: TrainState) -> float:

@@ -10,9 +10,10 @@ import optax
 
 from tpu_train.config import Config
 from tpu_train.loss import weighted_loss
-from tpu_train.models.transformer import Transformer
+from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule
 from tpu_train.precision import Compute
+from tpu_train.sharding import SPECS
 
 GROWTH_INTERVAL = 2000  # finite steps before the float16 loss scale doubles, as in arXiv:1710.03740
 MAX_LOSS_SCALE = 2.0**24
@@ -86,6 +87,24 @@ def make_train_step(config: Config, compute: Compute):
     return train_step
 
 
+def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
+    """The train step traced for the shapes and shardings that `config` makes on `mesh`; nothing runs."""
+    micro = config.optim.accumulation_steps
+    shape = (micro, config.data.batch_size // micro, config.data.seq_len)
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    dtypes = dict.fromkeys(batch_names(config), jnp.int32) | {"weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    with jax.set_mesh(mesh):  # a thread has its own
+        return make_train_step(config, compute).trace(abstract_state(config, compute), batch)
+
+
+def batch_names(config: Config) -> list[str]:
+    """The arrays of a batch."""
+    # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
+    segments = ["segment_ids"] if config.data.packing else []
+    return ["tokens", "labels", "positions", "weights", *segments]
+
+
 def _updates_done(opt_state: Any) -> jax.Array:
     """Updates that the optimizer has counted: fewer than the steps done where float16 skipped some."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
@@ -96,17 +115,22 @@ def _loss_and_grads(state, batch, z_loss, compute):
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     scale = state.loss_scale
 
+    model, masters = state.model, None
+    if compute.dtype != jnp.float32:
+        model, masters = stand_in(state.model, compute.dtype), jax.lax.stop_gradient(state.model.blocks)
+
     def micro_loss(model, micro_batch):
-        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute)
+        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute, masters)
         return loss * (scale / total_weight), cross_entropy / total_weight
 
     grad_fn = jax.grad(micro_loss, has_aux=True)
     if batch["tokens"].shape[0] == 1:
-        grads, loss = grad_fn(state.model, jax.tree.map(lambda x: x[0], batch))
+        grads, loss = grad_fn(model, jax.tree.map(lambda x: x[0], batch))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
 
         def accumulate(carry, micro_batch):
-            grads, loss = grad_fn(state.model, micro_batch)
+            grads, loss = grad_fn(model, micro_batch)
             return jax.tree.map(jnp.add, carry, (grads, loss)), None
 
         zeros = jax.tree.map(jnp.zeros_like, (state.model, total_weight))

@@ -16,7 +16,7 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     logit_soft_cap: float | None = None,
-    vocab_axis: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Per-token -log softmax(x w^T)[label] + z_loss * lse^2 (the z-loss of PaLM, arXiv:2204.02311, section 5).
@@ -27,7 +27,7 @@ def linear_cross_entropy(
       labels_T: int ids in [0, V).
       z_loss: weight of lse^2.
       logit_soft_cap: cap * tanh(logit / cap).
-      vocab_axis: inside shard_map, the mesh axis over which w's rows are split; labels stay global ids.
+      vocab_axis: inside shard_map, the mesh axis or axes over which w's rows are split; labels stay global ids.
       implementation: "reference" or "xla" (chunked over T).
 
     Returns:

@@ -19,7 +19,7 @@ LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, at most
 class _Options:
     z_loss: float
     soft_cap: float | None
-    vocab_axis: str | None
+    vocab_axis: str | tuple[str, ...] | None
 
 
 def cross_entropy_xla(x_TD, w_VD, labels_T, *, z_loss, soft_cap, vocab_axis):
@@ -28,6 +28,7 @@ def cross_entropy_xla(x_TD, w_VD, labels_T, *, z_loss, soft_cap, vocab_axis):
     w_VD = vary_like(w_VD, x_TD)  # devices that share a head get the sum of their gradients
     T, V = x_TD.shape[0], w_VD.shape[0]
     chunk = max(8, LOGIT_BYTES // (4 * V))
+    chunk = -(-T // (8 * -(-T // chunk))) * 8  # as many chunks, all of about one size: less padding
     if chunk >= T:
         loss, lse = _losses(options, x_TD[None], w_VD, labels_T[None])
     else:

@@ -21,6 +21,8 @@ VARIANTS = {
         "model.tie_embeddings=false",
         "data.batch_size=16",
     ),
+    # Then the tokens come together for the head, and not the head for the tokens.
+    "more_words_than_tokens": (*BASE, "model.vocab_size=256", "model.tie_embeddings=false"),
     "muon_with_qk_norm_and_remat": (*BASE, "optim.optimizer=muon", "model.qk_norm=true", "model.remat=full"),
 }
 CASES = [
@@ -28,6 +30,7 @@ CASES = [
     ((1, 8, 1), "adamw"),
     ((1, 1, 4), "adamw"),
     ((2, 2, 2), "adamw_untied_in_two_parts"),
+    ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),
 ]
 

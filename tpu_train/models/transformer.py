@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_train import ops
 from tpu_train.config import ModelConfig
 from tpu_train.models.init import Init
 from tpu_train.models.layers import Block, Context, RMSNorm, rotary_angles
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, gather
+from tpu_train.sharding import SPECS, dims_of_path
 
 REMAT_POLICIES = {
     "none": None,
@@ -49,18 +50,21 @@ class Transformer(nnx.Module):
         compute: Compute,
         cache=None,
         cache_position: jax.Array | None = None,
+        masters=None,
     ):
         """Hidden states x_BTD after the final norm, and the cache.
 
-        `cache` (see `empty_cache`) holds the keys and values of positions before `cache_position`.
+        `cache` (see `empty_cache`) holds the keys and values of positions before `cache_position`. With `masters`, the
+        float32 blocks, those of `self` only stand in for them: see `stand_in`.
         """
-        table_VD = gather(self.embed_VD[...], "VD", compute.dtype)
-        x_BTD = table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"])
+        x_BTD = ops.embed(self.embed_VD[...], tokens_BT, compute.dtype)
         angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, compute)
         context = Context(*angles, segment_ids_BT, compute, cache_position)
 
         def group(x_BTD, layers):
-            blocks, caches = layers
+            blocks, masters, caches = layers
+            if masters is not None:
+                blocks = jax.tree.map(master_value, blocks, masters)
             new = []
             for i, block in enumerate(blocks):
                 x_BTD, layer_cache = block(x_BTD, context, None if caches is None else caches[i])
@@ -69,8 +73,34 @@ class Transformer(nnx.Module):
 
         policy = REMAT_POLICIES[self.config.remat]
         body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
-        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, cache), unroll=self.config.scan_unroll)
+        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, masters, cache), unroll=self.config.scan_unroll)
         return self.final_norm(x_BTD), cache
+
+
+def stand_in(model: Transformer, dtype: jnp.dtype) -> Transformer:
+    """`model` with zeros of `dtype` for the matrices of its blocks: what to differentiate with respect to.
+
+    A matrix's gradient has `dtype` where it leaves its product. With respect to the float32 matrix it would be kept in
+    float32, all layers of it, until the update: twice the memory for the same values.
+    """
+
+    def leaf(path, x):
+        dims, in_block = dims_of_path(path)
+        return jnp.zeros_like(x, dtype=dtype) if in_block and len(dims) > 1 else x
+
+    return jax.tree_util.tree_map_with_path(leaf, model)
+
+
+@jax.custom_vjp
+def master_value(stand_in: jax.Array, master: jax.Array) -> jax.Array:
+    """`master` in the stand-in's dtype; the gradient goes to the stand-in alone."""
+    # The cast alone, XLA would move ahead of the loop over layers (past an optimization barrier too) and so keep a
+    # second copy of all of them. Rounding first, which changes no value, keeps it in the loop.
+    info = jnp.finfo(stand_in.dtype)
+    return jax.lax.reduce_precision(master, info.nexp, info.nmant).astype(stand_in.dtype)
+
+
+master_value.defvjp(lambda stand_in, master: (master_value(stand_in, master), None), lambda _, g: (g, None))
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: jnp.dtype):

@@ -1,0 +1,156 @@
+"""The `compile` command: the real train step through the real TPU compiler, with no TPU.
+
+The compiler runs in a process of its own, for devices that do not exist. What it answers is kept in
+~/.cache/tpu_train/compile, under a hash of the config, the topology, the versions and the source of our packages.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import schedule
+from tpu_train import config as config_lib
+from tpu_train.aot import search, table
+from tpu_train.config import Config, UserError
+
+ROOT = Path(__file__).parents[2]  # of our packages
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "tpu_train" / "compile"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A train step to compile, for `num_slices` slices of a topology such as "v5e:4x4"."""
+
+    config: Config
+    topology: str
+    num_slices: int = 1
+
+
+def show(flag: Mapping[str, Any]) -> int:
+    """Compiles the step that the flags describe and prints what the compiler says; 0 if it fits, 1 if it does not."""
+    if not flag["config"]:
+        raise UserError("compile needs --config=FILE, such as --config=configs/llama3_8b.py")
+    config = config_lib.load(flag["config"], flag["set"])
+    step = Step(config, parse_topology(flag["topology"]), flag["num_slices"])
+    if flag["search"]:
+        return search.show(step, num_devices(step), compile_steps, as_json=flag["json"])
+    (answer,) = compile_steps([step])
+    report = table.Report(step.topology, step.num_slices, answer)
+    print(json.dumps(report.as_dict(), indent=2) if flag["json"] else report.table(config))
+    return 0 if report.fits else 1
+
+
+def parse_topology(text: str) -> str:
+    """ "tpu7x:2x2x1" for "7x:2x2x1"; raises UserError with what exists."""
+    if util.find_spec("libtpu") is None:
+        raise UserError("compiling for a TPU that is not here needs libtpu: pip install libtpu flatbuffers")
+    if text.lower().partition(":")[0] in ("a100", "h100", "h200", "b200"):
+        raise UserError(f"{text}: compiling for NVIDIA GPUs is not there yet; there are v4, v5e, v5p, v6e, 7x")
+    try:
+        _, topology = schedule.parse_topology(text)
+    except schedule.ScheduleError as error:
+        raise UserError(str(error)) from error
+    if not re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology):
+        raise UserError(f"no topology {text!r}; write a shape such as v5e:4x4, v6e:16x16 or v5p:4x4x4")
+    return topology
+
+
+def num_devices(step: Step) -> int:
+    """JAX devices of all slices: one per chip, but two of a 7x."""
+    generation, _, shape = step.topology.partition(":")
+    per_chip = 2 if generation == "tpu7x" else 1
+    return step.num_slices * per_chip * math.prod(int(side) for side in shape.split("x"))
+
+
+def compile_steps(steps: Sequence[Step], use_cache: bool = True) -> list[dict[str, Any]]:
+    """What the compiler says of each, all that is not in the cache in one process. Raises UserError on bad input."""
+    keys = [key(step) for step in steps]
+    files = [CACHE / f"{name}.json" for name in keys]
+    missing = [i for i, file in enumerate(files) if not (use_cache and file.exists())]
+    answers = dict(zip(missing, run([steps[i] for i in missing]), strict=True)) if missing else {}
+    for i, answer in answers.items():
+        refuse(steps[i], answer)
+        files[i].parent.mkdir(parents=True, exist_ok=True)
+        part = files[i].with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(answer))
+        part.rename(files[i])
+    return [answers[i] if i in answers else json.loads(file.read_text()) for i, file in enumerate(files)]
+
+
+def key(step: Step) -> str:
+    """Changes with all that the answer depends on."""
+    plain = config_lib.to_dict(dataclasses.replace(step.config, checkpoint=Config().checkpoint))
+    del plain["run.workdir"]
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    return hashlib.sha256(
+        json.dumps([plain, step.topology, step.num_slices, versions(), flags, source_hash(ROOT)]).encode()
+    ).hexdigest()[:32]
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how a step is compiled."""
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")}
+
+
+@functools.cache
+def source_hash(root: Path) -> str:
+    """Of every Python file of our two packages under `root`."""
+    total = hashlib.sha256()
+    for path in sorted(path for room in ("pallas_kernels", "tpu_train") for path in (root / room).rglob("*.py")):
+        total.update(f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """The compiler's answers, from one process; each may be a refusal."""
+    with tempfile.TemporaryDirectory(prefix="compile-") as name:
+        folder = Path(name)
+        requests = [
+            {
+                "config": config_lib.to_dict(step.config),
+                "topology": step.topology,
+                "num_slices": step.num_slices,
+                "root": str(ROOT),
+            }
+            for step in steps
+        ]
+        (folder / "request.json").write_text(json.dumps(requests))
+        environment = schedule.compiler_environment()
+        paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found there dumps nothing
+            "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step",
+        }
+        child = [sys.executable, "-P", "-m", "tpu_train.aot.child", str(folder)]
+        done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
+        answers = []
+        for i in range(len(steps)):
+            file = folder / f"{i}.json"
+            if not file.exists():
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise UserError(f"the TPU compiler's process ended with status {done.returncode}: {last}")
+            answers.append(json.loads(file.read_text()))
+        return answers
+
+
+def refuse(step: Step, answer: Mapping[str, Any]) -> None:
+    """Raises UserError for an answer that is none, so that it is not kept."""
+    if "bad" in answer:
+        raise UserError(answer["bad"])
+    if "no topology" in answer:
+        message = next(iter(answer["no topology"].splitlines()), "")
+        raise UserError(f"no topology {step.topology!r}, {step.num_slices} slice(s): {message[:300]}")
+    if "refused" in answer:
+        raise UserError(f"the compiler for {step.topology} refuses the step: {answer['refused']}")

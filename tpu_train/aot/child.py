@@ -1,0 +1,162 @@
+"""The process in which libtpu compiles a train step: `python -P -m tpu_train.aot.child FOLDER`.
+
+FOLDER/request.json lists steps, {"config", "topology", "num_slices", "root"}; FOLDER/<i>.json says what became of each,
+as soon as it is known. XLA dumps into FOLDER/dump (XLA_FLAGS), also what does not fit.
+"""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from pallas_kernels import hlo_cost
+from tpu_train import config as config_lib
+from tpu_train import mesh as mesh_lib
+from tpu_train import precision
+from tpu_train.aot import collectives, flops, memory, traffic
+from tpu_train.flops import train_flops_per_token
+from tpu_train.models.transformer import num_params
+from tpu_train.train_step import TrainState, abstract_state, trace_step
+
+OUT_OF_MEMORY = re.compile(r"memory required for (.*?) \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+
+
+def main(folder: Path) -> None:
+    """Answers every request."""
+    for i, request in enumerate(json.loads((folder / "request.json").read_text())):
+        try:
+            answer = answer_one(request, folder / "dump")
+        except config_lib.UserError as error:
+            answer = {"bad": str(error)}
+        shutil.rmtree(folder / "dump", ignore_errors=True)
+        (folder / f"{i}.part").write_text(json.dumps(answer))
+        (folder / f"{i}.part").rename(folder / f"{i}.json")
+
+
+def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
+    """What the compiler makes of one step. Raises UserError on what does not fit together."""
+    config = config_lib.from_dict(request["config"])
+    options: dict[str, Any] = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    if request["topology"].startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # one device per chip, as a v4 has it by default; libtpu's is two
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **options)
+    except Exception as error:
+        return {"no topology": str(error)}
+    devices: list[Any] = list(topology.devices)
+    mesh = mesh_lib.make_mesh(config.mesh, devices)
+    mesh_lib.check_fits(config, mesh)
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+    state = abstract_state(config, compute)
+    traced = trace_step(config, compute, mesh)
+    known = facts(config, compute, mesh, state) | flops.count(traced.jaxpr, mesh.size, config.model)
+    try:
+        compiled: Any = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        known |= refusal(str(error))
+        if "refused" in known:
+            return known
+        text = None
+    else:
+        known |= sizes(compiled.memory_analysis())
+        text = text_of(compiled)
+    return known | reading(dump, text, dict(mesh.shape), request["root"])
+
+
+def facts(
+    config: config_lib.Config, compute: precision.Compute, mesh: jax.sharding.Mesh, state: TrainState
+) -> dict[str, Any]:
+    """What is known without the compiler: devices, mesh, dtypes, bytes by shape."""
+    micro = config.optim.accumulation_steps
+    gradients = sum(
+        shard_bytes(x, None if micro > 1 or dims_are_few(x) else compute.dtype.itemsize)
+        for x in jax.tree.leaves(state.model.blocks)
+    )
+    rest = [x for x in jax.tree.leaves(state.model) if not any(x is y for y in jax.tree.leaves(state.model.blocks))]
+    device = mesh.devices.flat[0]
+    return {
+        "device_kind": device.device_kind,
+        "num_devices": mesh.size,
+        "mesh": {axis: size for axis, size in mesh.shape.items()},
+        "compute": str(compute.dtype),
+        "implementation": compute.implementation,
+        "parameters": num_params(state.model),
+        "tokens": config.data.batch_size * config.data.seq_len,
+        "model_flops_per_token": train_flops_per_token(config.model, config.data.seq_len),
+        "parameter_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.model)),
+        "optimizer_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.opt_state)),
+        "gradient_bytes": gradients + sum(shard_bytes(x) for x in rest),
+    }
+
+
+def shard_bytes(x: jax.ShapeDtypeStruct, itemsize: int | None = None) -> int:
+    """Bytes of one device's part, without the padding of a layout."""
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return int(np.prod(shape)) * (itemsize or x.dtype.itemsize)
+
+
+def dims_are_few(x: jax.ShapeDtypeStruct) -> bool:
+    """Whether a stacked parameter is a norm's scale, whose gradient is float32."""
+    return len(x.shape) < 3
+
+
+def refusal(message: str) -> dict[str, Any]:
+    """An answer for a step that does not fit into memory, or that the compiler refuses for another reason."""
+    found = OUT_OF_MEMORY.search(message)
+    if found is None:
+        return {"refused": next((line for line in message.splitlines() if line.strip()), "no message")[:400]}
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    return {
+        "out of memory": found[1],
+        "needed_bytes": round(float(found[2]) * unit[found[3]]),
+        "available_bytes": round(float(found[4]) * unit[found[5]]),
+    }
+
+
+def sizes(memory_analysis: Any) -> dict[str, Any]:
+    """Bytes of HBM that a program which fits needs."""
+    return {
+        "argument_bytes": memory_analysis.argument_size_in_bytes,
+        "output_bytes": memory_analysis.output_size_in_bytes,
+        "aliased_bytes": memory_analysis.alias_size_in_bytes,
+        "temporary_bytes": memory_analysis.temp_size_in_bytes,
+    }
+
+
+def text_of(compiled: Any) -> str | None:
+    """The module's text; None where jaxlib can't read back what libtpu compiled, as of steps for 7x (libtpu 0.0.52)."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def reading(dump: Path, text: str | None, mesh: dict[str, int], root: str) -> dict[str, Any]:
+    """What the compiled module says of buffers, work and traffic, on one device.
+
+    `text` is the module's; None takes the dump's, in which no instruction has its cycles yet.
+    """
+    (module_file,) = dump.glob("*jit_train_step*.after_optimizations.txt")
+    read = hlo_cost.parse(module_file.read_text() if text is None else text)
+    live = module_file.with_name(module_file.name.replace(".txt", "-live-range.txt")).read_text()
+    buffers = memory.at_peak(live, read, root)
+    walked = list(read.walk())
+    return {
+        "peak_bytes": sum(buffer.bytes for buffer in buffers),
+        "buffers": [vars(buffer) for buffer in buffers if not buffer.argument][:40],
+        "cycles": read.total_cycles if text is not None else None,
+        "unknown_loops": sum(i.op == "while" and read.trips(i) is None for _, _, _, i in walked),
+        "kernel_calls": sum(runs for runs, _, _, i in walked if 'custom_call_target="tpu_custom_call"' in i.rest),
+        "bytes_accessed": traffic.hbm_bytes(read),
+        "collectives": [vars(c) | {"wire_bytes": c.wire_bytes} for c in collectives.find(read, mesh, root)],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
