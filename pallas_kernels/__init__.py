@@ -1,8 +1,8 @@
 """Hand-written kernels for training transformers on TPUs; needs jax alone.
 
-Every op has `implementation=`: "reference" (plain jnp in float32, the truth) and "xla" (memory-linear jnp for any
-platform); all but cross entropy also "pallas" (TPU) and "interpret" (the same kernels anywhere). An implementation
-that can't honour an argument raises; none ignores one.
+Every op has `implementation=`: "reference" (plain jnp in float32, the truth), "xla" (memory-linear jnp for any
+platform), "pallas" (TPU) and "interpret" (the same kernels anywhere). An implementation that can't honour an argument
+raises; none ignores one.
 """
 
 from pallas_kernels.attention import flash_attention

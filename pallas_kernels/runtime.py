@@ -45,14 +45,15 @@ class Chip:
     kinds: tuple[str, ...]  # what jax calls its devices
     vmem_bytes: int
     mxu_size: int  # rows and columns of the matrix unit
+    cores: int = 1  # that make one device and share a kernel's parallel grid dims
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", ("TPU v4",), 16 * 2**20, 128),
+        Chip("v4", ("TPU v4",), 16 * 2**20, 128, cores=2),
         Chip("v5e", ("TPU v5 lite", "TPU v5e"), 128 * 2**20, 128),
-        Chip("v5p", ("TPU v5", "TPU v5p"), 64 * 2**20, 128),
+        Chip("v5p", ("TPU v5", "TPU v5p"), 64 * 2**20, 128, cores=2),
         Chip("v6e", ("TPU v6 lite", "TPU v6e"), 128 * 2**20, 256),
         Chip("tpu7x", ("TPU7x",), 64 * 2**20, 256),
     )

@@ -112,6 +112,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         "eval": "config step workdir set",
         "generate": "config step workdir set prompt num_tokens num_samples temperature top_k seed",
         "plan": "config set chips slices tokens mfu watts price json html",
+        "compile": "config topology num_slices search json set",
         "kernels": "topology op json update_budget",
     }
     assert [name for name, _ in listed] == wanted[command].split()
@@ -124,8 +125,8 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no command 'trian'; there are train, eval, generate, plan, kernels"),
-        (["--config=x"], "no command '--config=x'; there are train, eval, generate, plan, kernels"),
+        (["trian"], "no command 'trian'; there are train, eval, generate, plan, compile, kernels"),
+        (["--config=x"], "no command '--config=x'; there are train, eval, generate, plan, compile, kernels"),
         (["train", "--confg=x"], "Unknown command line flag 'confg'. Did you mean: config ?"),
         (["eval", "--temperature=1"], "Unknown command line flag 'temperature'"),
         (["train", "run.py"], "train takes flags only, not 'run.py'; see tpu-train train --help"),

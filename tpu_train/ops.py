@@ -12,6 +12,7 @@ import pallas_kernels
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
+from pallas_kernels.cross_entropy.tpu import kernels_pay
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
 from tpu_train.sharding import BATCH, SPECS, P, gather_inside
@@ -128,14 +129,13 @@ def linear_cross_entropy(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Per-token loss_BT (z-loss included) and lse_BT in float32; `w_VD` as stored."""
-    # Pallas has no kernel for it yet. The reference takes the whole vocabulary; xla a slice each, summed over the axes.
-    implementation = "xla" if compute.implementation == "pallas" else compute.implementation
+    # The reference takes the whole vocabulary; the others a slice each, summed over the axes.
     size = jax.sharding.get_abstract_mesh().shape
     B, T, _ = x_BTD.shape
     V, b = w_VD.shape[0], B // (size["data"] * size["fsdp"])
     # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
     spread = B * T // size["data"] < V and V % (size["tensor"] * size["fsdp"]) == 0 and size["fsdp"] > 1
-    vocab_axis = {"reference": None}.get(implementation, ("tensor", "fsdp") if spread else "tensor")
+    vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", "fsdp") if spread else "tensor")
 
     def local(x_BTD, w_VD, labels_BT):
         if vocab_axis == ("tensor", "fsdp"):
@@ -143,8 +143,11 @@ def linear_cross_entropy(
             x_BTD, labels_BT = (jax.lax.all_gather(x, "fsdp", tiled=True, to="invarying") for x in (x_BTD, labels_BT))
         elif vocab_axis is not None:
             w_VD = gather_inside(w_VD, "VD")
+        x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
+        if implementation == "pallas" and not kernels_pay(x_TD, w_VD):
+            implementation = "xla"
         loss, lse = pallas_kernels.linear_cross_entropy(
-            x_BTD.reshape(-1, x_BTD.shape[-1]),
+            x_TD,
             w_VD,
             labels_BT.reshape(-1),
             z_loss=z_loss,

@@ -1,9 +1,10 @@
 """Bytes that one device holds: the train state, its gradients, what the backward pass keeps, and the largest transient.
 
 The formulas follow what the trainer does, not what a trainer could do: train_step.py keeps weights and moments in
-float32 and scatters gradients in float32; models/transformer.py scans groups of layers under the remat policy;
-cross_entropy/ takes the head whole in float32. They count what JAX keeps between the forward and the backward pass
-(`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares or adds on top is not in them.
+float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
+layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
+between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
+or adds on top is not in them.
 """
 
 import dataclasses
@@ -97,7 +98,8 @@ def moments(config: Config, split: Split) -> float:
 
 def state(config: Config, split: Split) -> float:
     """Bytes of weights, gradients and moments on one device."""
-    return 2 * FLOAT32 * sharded_params(config.model, split) + moments(config, split)
+    weights = FLOAT32 * sharded_params(config.model, split)
+    return weights + sum(gradients(config.model, split)) + moments(config, split)
 
 
 def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
@@ -136,37 +138,59 @@ def activations(config: Config, split: Split) -> float:
     return layers + 3 * FLOAT32 * tokens * config.model.model_dim
 
 
+def spreads_head(model: ModelConfig, split: Split, tokens: int) -> bool:
+    """Whether devices along fsdp bring their tokens to slices of the head, in place of the head to each: see ops.py."""
+    slices = split.tensor * split.fsdp
+    return split.fsdp > 1 and tokens * split.fsdp < model.vocab_size and model.vocab_size % slices == 0
+
+
+def head_shape(model: ModelConfig, split: Split, tokens: int) -> tuple[int, int]:
+    """(tokens, columns of the vocabulary) that a device takes the loss of."""
+    if spreads_head(model, split, tokens):
+        return tokens * split.fsdp, model.vocab_size // (split.tensor * split.fsdp)
+    return tokens, model.vocab_size // split.tensor
+
+
 def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
     """Tokens whose logits live at a time, as pallas_kernels.cross_entropy.xla cuts them."""
-    columns = model.vocab_size // split.tensor
-    return min(tokens, max(8, LOGIT_BYTES // (FLOAT32 * columns)))
+    rows, columns = head_shape(model, split, tokens)
+    return min(rows, max(8, LOGIT_BYTES // (FLOAT32 * columns)))
+
+
+def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
+    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'."""
+    each = layer_params(model)
+    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.fsdp * split.tensor)
+    norms = model.num_layers * each["norms"]
+    others = sharded_params(model, split) - matrices - norms
+    return split.width * matrices + FLOAT32 * norms, FLOAT32 * others
 
 
 def training(config: Config, split: Split) -> Memory:
-    """What a device holds in the worst moment of a step, which is one of three.
+    """What a device holds in the worst moment of a step, which is one of two.
 
-    loss: every activation is kept; the head is whole (over fsdp) in the compute dtype, its gradient adds up in float32,
-        and a chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
-    blocks: their gradients are there; a group of layers is computed again with everything that remat none keeps, and
-        its weights' gradients leave their products whole (over fsdp) in the compute dtype.
-    embedding: the blocks' gradients are there; the head's is still whole in float32, and the embedding's is, in float32
-        where the rows are added up and in the compute dtype in which it is scattered.
-    Micro-batches add a second set of gradients, since each is added to a running sum.
+    loss: every activation is kept; a device's part of the head is there in the compute dtype and its gradient adds up
+        in float32: the head whole (over fsdp), or a slice of it and the tokens of all that share it, with their
+        gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
+    blocks: all gradients but the embedding's rows are there; a group of layers is computed again with everything that
+        remat none keeps, and its weights' gradients leave their products whole (over fsdp) in the compute dtype.
+    Micro-batches add a running sum of all gradients in float32.
     """
     model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
     weights = FLOAT32 * sharded_params(model, split)
-    each, table, group = layer_params(model), model.vocab_size * model.model_dim / t, len(model.window_pattern)
+    each, group = layer_params(model), len(model.window_pattern)
     matrices = each["attention"] + each["mlp"]
-    of_blocks = FLOAT32 * model.num_layers * matrices / (split.fsdp * t)
+    of_blocks, of_others = gradients(model, split)
     layers = model.num_layers * kept_by_layer(model, split, M)
-    logits = chunk_tokens(model, split, M) * (model.vocab_size // t) * (FLOAT32 + c)
+    rows, columns = head_shape(model, split, M)
+    head = (FLOAT32 + c) * columns * model.model_dim + (2 * c * rows * model.model_dim if rows > M else 0.0)
+    logits = chunk_tokens(model, split, M) * columns * (FLOAT32 + c)
     again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M) if split.remat != "none" else 0.0
     running = weights if split.accumulation > 1 else 0.0
     peaks = (
         # (gradients, activations, logits, transient, where)
-        (running, activations(config, split), logits, table * (FLOAT32 + c), "loss"),
-        (running + of_blocks, layers, 0.0, again + group * c * matrices / t, "blocks"),
-        (running + of_blocks, 0.0, 0.0, table * (2 * FLOAT32 + c), "embedding"),
+        (running, activations(config, split), logits, head, "loss"),
+        (running + of_blocks + of_others, layers, 0.0, again + group * c * matrices / t, "blocks"),
     )
     found = [Memory(weights, moments(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)

@@ -24,6 +24,7 @@ class Axis:
     slow: int
     fast_bytes: float | None
     slow_bytes: float | None
+    switched: bool = False
 
     @property
     def size(self) -> int:
@@ -44,6 +45,11 @@ class Axis:
         fast, slow = self.gather(size)
         return 2 * fast, 2 * slow
 
+    def exchange(self, size: float) -> tuple[float, float]:
+        """An all-to-all of an array of `size` bytes over all devices: a quarter of a gather on a ring, see the book."""
+        fast, slow = self.gather(size)
+        return fast / (self.fast if self.switched else 4), slow / 4
+
     @property
     def unknown(self) -> bool:
         """Whether the axis crosses a network that the table has no speed of."""
@@ -59,7 +65,10 @@ def axes(fleet: Fleet, sizes: Mapping[str, int]) -> dict[str, Axis]:
     slow = {"data": fleet.slices, "fsdp": 1, "tensor": 1}
     speeds = _fast_bytes(fleet, {name: sizes[name] // slow[name] for name in ("tensor", "fsdp", "data")})
     return {
-        name: Axis(name, sizes[name] // slow[name], slow[name], speeds[name], fleet.chip.per_device("slow_bytes"))
+        name: Axis(
+            *(name, sizes[name] // slow[name], slow[name], speeds[name]),
+            *(fleet.chip.per_device("slow_bytes"), fleet.chip.switched),
+        )
         for name in ("data", "fsdp", "tensor")
     }
 

@@ -139,8 +139,11 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
     light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
     light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
-    chunks = -(-M // memory.chunk_tokens(model, split, M))
-    head_bytes = chunks * (3 * c + 2 * FLOAT32) * table + M * V / t * (5 * FLOAT32 + 3 * c) + 3 * c * M * D
+    rows, columns = memory.head_shape(model, split, M)
+    chunks = -(-rows // memory.chunk_tokens(model, split, M))
+    head_bytes = (
+        chunks * (3 * c + 2 * FLOAT32) * columns * D + rows * columns * (5 * FLOAT32 + 3 * c) + 3 * c * rows * D
+    )
     traffic = _traffic(model, split, axes, M)
     state = memory.sharded_params(model, split)
     update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * memory.moments(config, split)
@@ -150,7 +153,8 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
         ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, {}),
         ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
-        ("embedding", 0.0, A * (FLOAT32 * table / split.fsdp + 3 * c * table + 4 * c * M * D), traffic["embedding"]),
+        # Rows are read and written in float32, both ways; the gradient starts as zeros of the table's own slice.
+        ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.fsdp), traffic["embedding"]),
         # The backward pass takes the logits again: four products where the MFU counts three.
         ("head and loss", A * 4 * forward["head"], A * head_bytes, traffic["head"]),
         ("update", 0.0, update + A * c * state, {}),
@@ -161,10 +165,12 @@ def _traffic(model: ModelConfig, split: Split, axes: dict[str, network.Axis], to
     """Seconds by block and axis in a step.
 
     fsdp: weights are gathered in the compute dtype forward, and again backward unless remat is none; their gradients
-        are scattered in it. The head goes both ways in float32.
+        are scattered in it. Rows of the embedding are exchanged. The head is gathered and its gradient scattered in
+        float32; or its slices are exchanged, the tokens gathered, and their float32 gradient all-reduced.
     data: what fsdp leaves of a gradient is all-reduced, at the same width.
     tensor: one all-reduce of [M, D] for each half of a layer, forward and backward; attention's again under full, whose
-        MLP needs its output. The embedding's rows and the head's float32 dx are summed once.
+        MLP needs its output. The embedding's rows and the head's float32 dx are summed once. What XLA sums together,
+        the gradients through q, k and v for one, counts once.
     """
     A, c, t, D, L = split.accumulation, split.width, split.tensor, model.model_dim, model.num_layers
     gathers = 1 if split.remat == "none" else 2
@@ -179,11 +185,19 @@ def _traffic(model: ModelConfig, split: Split, axes: dict[str, network.Axis], to
         return {"tensor": _times(A * times, axes["tensor"].reduce(width * tokens * D))}
 
     half = 3 if split.remat == "full" else 2
+    own = {"data": _times(A, axes["data"].reduce(FLOAT32 * table / split.fsdp))}
+    rows, _ = memory.head_shape(model, split, tokens)
+    shared = c * tokens * split.fsdp * D  # of all tokens that share the weights
+    fsdp = axes["fsdp"]
+    head = weights(table, 1, FLOAT32)
+    if rows > tokens:
+        moves = (fsdp.gather(shared), _times(2, fsdp.exchange(FLOAT32 * table)), fsdp.reduce(FLOAT32 * rows * D))
+        head = own | {"fsdp": _times(A, (sum(move[0] for move in moves), sum(move[1] for move in moves)))}
     return {
         "projections": weights(L * each["attention"] / t, gathers, c) | sums(L * half, c),
         "mlp": weights(L * each["mlp"] / t, gathers, c) | sums(L * 2, c),
-        "embedding": weights(table, 1, c) | sums(1, c),
-        "head": weights(table, 1, FLOAT32) | sums(1, FLOAT32),
+        "embedding": own | {"fsdp": _times(2 * A, fsdp.exchange(shared))} | sums(1, c),
+        "head": head | {"tensor": _times(A, axes["tensor"].reduce(FLOAT32 * rows * D))},
     }
 
 

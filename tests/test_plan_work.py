@@ -1,0 +1,42 @@
+"""The plan's FLOPs of a step, recomputation included, against the products of the trainer's own traced step."""
+
+import jax.numpy as jnp
+import pytest
+
+from tpu_train import chips
+from tpu_train.aot import flops
+from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig
+from tpu_train.planning import roofline
+from tpu_train.planning.memory import Split
+from tpu_train.precision import Compute
+from tpu_train.train_step import trace_step
+
+ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro", "remat", "model"),
+    [
+        ((1, 1, 1), 1, "none", {}),
+        ((1, 1, 1), 1, "dots", {}),
+        ((1, 1, 1), 2, "full", {"gated_mlp": False, "qk_norm": True, "window_pattern": (64, 0)}),
+        ((1, 2, 2), 1, "full", {"tie_embeddings": False, "vocab_size": 4096}),
+    ],
+    ids=["one device", "dots", "micro-batches, two layers a group", "four devices, tokens brought to the head"],
+)
+def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat):
+    shape = {"vocab_size": 64, "num_layers": 4, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48}
+    config = Config(
+        model=ModelConfig(**shape | model, remat=remat),
+        data=DataConfig(seq_len=128, batch_size=8),
+        optim=OptimConfig(accumulation_steps=micro),
+        mesh=MeshConfig(*mesh),
+    )
+    split = Split(*mesh, micro, remat)
+    traced = trace_step(config, ON_TPU, mesh_of(*mesh))
+    counted = flops.count(traced.jaxpr, split.devices, config.model)
+    step = roofline.step(config, split, chips.parse(f"v5e-{split.devices}"))
+    # The backward pass also sums the rows of o * do, which is written as a product and leaves no work to matrix units.
+    row_sums = 2 * 8 * 128 * 4 * 8 * 4 / split.devices
+    total = sum(block.flops for block in step.blocks)
+    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)
