@@ -1,11 +1,13 @@
 """Hand-written kernels for training transformers on TPUs; needs jax alone.
 
-Every op has `implementation=`: "reference" (plain jnp in float32, the truth) and "xla" (memory-linear jnp for any
-platform); attention also "pallas" (TPU) and "interpret" (the same kernels anywhere). An implementation that can't
-honour an argument raises; none ignores one.
+Every op has `implementation=`: "reference" (plain jnp in float32, the truth), "xla" (memory-linear jnp for any
+platform), "pallas" (TPU) and "interpret" (the same kernels anywhere). An implementation that can't honour an argument
+raises; none ignores one.
 """
 
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.cross_entropy import linear_cross_entropy
+from pallas_kernels.fused_matmul import fused_matmul
+from pallas_kernels.gated_mlp import gated_mlp
 
-__all__ = ["flash_attention", "linear_cross_entropy"]
+__all__ = ["flash_attention", "fused_matmul", "gated_mlp", "linear_cross_entropy"]

@@ -13,6 +13,7 @@ from pallas_kernels.schedule import Counts, Job, parse_topology
 
 OPS = {
     "flash_attention": "pallas_kernels.attention.cases",
+    "gated_mlp": "pallas_kernels.gated_mlp.cases",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.cases",
 }  # op: the module with its cases()
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tpu_train import config, mesh, metrics, precision, train
+from tpu_train import config, mesh, metrics, precision, train, train_step
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.report import Reporter
 from tpu_train.train_step import abstract_state, make_train_step
@@ -62,7 +62,7 @@ def step_of(model, optim, steps, compute):
 def traced_once(monkeypatch):
     monkeypatch.setattr(train, "make_eval_step", functools.cache(train.make_eval_step))
     monkeypatch.setattr(
-        train, "make_train_step", lambda made, compute: step_of(made.model, made.optim, made.run.steps, compute)
+        train_step, "make_train_step", lambda made, compute: step_of(made.model, made.optim, made.run.steps, compute)
     )
 
 

@@ -15,9 +15,9 @@ from pallas_kernels.attention.xla import cudnn_can_run
 from pallas_kernels.cross_entropy.tpu import kernels_pay
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, P, gather_inside
+from tpu_train.sharding import BATCH, SPECS, P, gather_inside
 
-# Fewer queries than this leave most of a kernel's block empty; decoding a token reads the cache once, as XLA does.
+# Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
 
 
@@ -93,6 +93,30 @@ def attention(
         in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, *(P() for _ in traced_offset)),
         out_specs=SPECS["BTNH"],
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *traced_offset)
+
+
+def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
+    """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in BATCH)
+    return compute.implementation == "pallas" and x_BTD.shape[0] * x_BTD.shape[1] // devices >= SHORTEST
+
+
+def gated_mlp(
+    x_BTD: jax.Array, w_gate_DF: jax.Array, w_up_DF: jax.Array, *, activation: str, compute: Compute
+) -> jax.Array:
+    """act(x w_gate) * (x w_up), h_BTF; the weights as stored."""
+
+    def local(x_BTD, w_gate_DF, w_up_DF):
+        B, T, D = x_BTD.shape
+        h_MF = pallas_kernels.gated_mlp(
+            *(x_BTD.reshape(B * T, D), gather_inside(w_gate_DF, "DF"), gather_inside(w_up_DF, "DF")),
+            activation=activation,
+            implementation=compute.implementation,
+        )
+        return h_MF.reshape(B, T, -1)
+
+    run = jax.shard_map(local, in_specs=(SPECS["BTD"], SPECS["DF"], SPECS["DF"]), out_specs=SPECS["BTF"])
+    return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
 def linear_cross_entropy(

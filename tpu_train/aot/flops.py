@@ -1,7 +1,8 @@
 """FLOPs of a traced step on one device, recomputation included: matrix products, as often as their loops run.
 
 The compiler's own count takes a loop's body once. Products inside shard_map have one device's shapes; those outside are
-taken to be split over all devices. What a Pallas kernel computes is not in its operands' types, so it is named here.
+taken to be split over all devices. What a Pallas kernel computes is not in its operands' types: it states it, or is
+named here.
 """
 
 import math
@@ -17,30 +18,33 @@ ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 
 def count(jaxpr: Any, devices: int, model: ModelConfig) -> dict[str, Any]:
     """{"xla_flops": of dot_general, "kernel_flops": of the Pallas kernels, "kernels": {name: runs}}.
 
-    A kernel that ATTENTION_PRODUCTS does not name makes kernel_flops None: it is not guessed.
+    A kernel that ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess.
     """
     xla, kernel = 0.0, 0.0
     kernels: dict[str, float] = {}
     unknown = False
-    for name, runs, operands, share in _walk(jaxpr, 1.0, 1.0 / devices):
+    for name, runs, equation, share in _walk(jaxpr, 1.0, 1.0 / devices):
         if name == "dot_general":
-            xla += runs * share * _dot(operands)
+            xla += runs * share * _dot(equation)
             continue
         kernels[name] = kernels.get(name, 0.0) + runs
-        products = ATTENTION_PRODUCTS.get(name)
-        unknown = unknown or products is None
-        kernel += runs * (products or 0) * _scores(model, operands)
+        if name in ATTENTION_PRODUCTS:
+            kernel += runs * ATTENTION_PRODUCTS[name] * _scores(model, [x.aval.shape for x in equation.invars])
+        elif stated := equation.params["cost_estimate"]:
+            kernel += runs * stated.flops
+        else:
+            unknown = True
     return {"xla_flops": xla, "kernel_flops": None if unknown else kernel, "kernels": kernels}
 
 
 def _walk(jaxpr: Any, runs: float, share: float) -> Iterator[tuple[str, float, Any, float]]:
-    """(name, runs, the equation or the operands' shapes, share of one device) of each product and each kernel."""
+    """(name, runs, the equation, share of one device) of each product and each kernel."""
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
             yield name, runs, equation, share
         elif name == "pallas_call":
-            yield params["name"], runs, [x.aval.shape for x in equation.invars], share
+            yield params["name"], runs, equation, share
         else:
             times = runs * (params["length"] if name == "scan" else 1)
             for inner in _inner(params):

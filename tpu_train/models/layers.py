@@ -179,6 +179,9 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array, compute: Compute) -> jax.Array:
         if self.gate_DF is None:
             hidden_BTF = activate(self.activation, project(x_BTD, self.up_DF, "DF"))
+        elif ops.takes_gated_mlp(x_BTD, compute):
+            weights = self.gate_DF[...], self.up_DF[...]
+            hidden_BTF = ops.gated_mlp(x_BTD, *weights, activation=self.activation, compute=compute)
         else:
             gate_BTF, up_BTF = project_each(x_BTD, (self.gate_DF, "DF"), (self.up_DF, "DF"), compute=compute)
             hidden_BTF = activate(self.activation, gate_BTF) * up_BTF
