@@ -201,7 +201,10 @@ def _pad(x, rows: int, columns: int):
 
 def _pallas_call(call: _Call, spec: Spec, kernel, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes):
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
+    products = 1 if kernel is forward_kernel else 3
+
     def run(*operands):
+        x, w = operands[-2:]
         with jax.enable_x64(False):
             return pl.pallas_call(
                 functools.partial(kernel, spec),
@@ -211,6 +214,11 @@ def _pallas_call(call: _Call, spec: Spec, kernel, *, grid, semantics, in_specs, 
                 out_shape=out_shape,
                 scratch_shapes=scratch_shapes,
                 compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=call.vmem_limit),
+                cost_estimate=pl.CostEstimate(
+                    flops=products * 2 * len(x) * x.shape[1] * len(w),
+                    bytes_accessed=sum(array.size * array.dtype.itemsize for array in (*operands, *out_shape)),
+                    transcendentals=len(x) * len(w),
+                ),
                 interpret=call.interpret,
                 name=f"linear_cross_entropy_{kernel.__name__.removesuffix('_kernel')}",
             )(*operands)
