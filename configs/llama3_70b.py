@@ -5,7 +5,8 @@
         --set data.source=text --set data.paths='corpus/*.txt' --set data.tokenizer=tokenizer.json
 
 One sequence of 8,192 tokens a chip of 128; give another slice its own data.batch_size. Weights, gradients and moments
-in float32 are 16 bytes a parameter: 9 GB a chip, over 128. Never trained: the loss should begin near ln(128,256) = 11.8.
+in float32 are 16 bytes a parameter: 9 GB a chip, over 128. Never trained: the loss should begin near
+ln(128,256) = 11.8.
 """
 
 from tpu_train.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig

@@ -5,7 +5,8 @@
         --set data.source=text --set data.paths='corpus/*.txt' --set data.tokenizer=tokenizer.json
 
 One sequence of 2,048 tokens a chip; give another slice its own data.batch_size. Weights, gradients and moments in
-float32 are 16 bytes a parameter: 8 GB a chip, over 16. Compiled, never trained: the loss should begin near ln(128,256) = 11.8.
+float32 are 16 bytes a parameter: 8 GB a chip, over 16. Compiled, never trained: the loss should begin
+near ln(128,256) = 11.8.
 """
 
 from tpu_train.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig
