@@ -107,23 +107,24 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
 
     full: the group's input, c M D for each group of layers in the window pattern.
     dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
-        projection, the MLP's first products. Gathered weights are gathered again.
+        projection, a plain MLP's first product (a policy sees none inside the gated kernel). Gathered weights are
+        gathered again.
     none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
-        product that reads it; q, k, v, attention's output twice (as heads and flat) and its float32 lse; the MLP's
-        hidden values (gated: gate, act(gate), up, product; else: up, act(up)); q/k norm: three float32 [M, heads, H].
+        product that reads it, and once for the gated kernel; q, k, v, attention's output twice (as heads and flat) and
+        its float32 lse; the MLP's hidden values (gated: up act'(gate), act(gate), product; else: up, act(up)); q/k
+        norm: three float32 [M, heads, H].
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
     M, c, t = tokens, split.width, split.tensor
     if split.remat == "full":
         return c * M * D / len(model.window_pattern)
-    first = 2 if model.gated_mlp else 1
     if split.remat == "dots":
-        return c * M * (D + (N + 2 * K) * H / t + D + first * F / t)
+        return c * M * (D + (N + 2 * K) * H / t + D + (0 if model.gated_mlp else F / t))
     each = layer_params(model)
     total = c * (each["attention"] + each["mlp"]) / t
-    total += 2 * 3 * FLOAT32 * M * D + (3 + first) * c * M * D
+    total += 2 * 3 * FLOAT32 * M * D + (3 + 1) * c * M * D
     total += c * M * (3 * N + 2 * K) * H / t + FLOAT32 * M * N / t
-    total += c * M * (4 if model.gated_mlp else 2) * F / t
+    total += c * M * (3 if model.gated_mlp else 2) * F / t
     # Statistics of the norms and their scales.
     total += 4 * FLOAT32 * M + FLOAT32 * each["norms"]
     if model.qk_norm:

@@ -125,12 +125,16 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     N, K, H, F = model.num_heads / t, model.kv_heads / t, model.head_size, model.mlp_dim / t
     forward = {name: flops * M / t for name, flops in forward_flops_per_token(model, config.data.seq_len).items()}
     each, table = layer_params(model), V * D / t
-    # What is computed twice: all of a layer under full, all but its products under dots; never the last product of a
-    # group, which its gradient does not read.
+    # What is computed twice: all of a layer under full, all but its products under dots, but also those inside the gated
+    # kernel; never the last product of a group, which its gradient does not read.
     forwards = 1 if split.remat == "none" else 2
     first = 2 if model.gated_mlp else 1
     products = 4 if split.remat == "full" else 3
-    of_mlp = products - (1 / (first + 1) / len(model.window_pattern) if split.remat == "full" else 0)
+    of_mlp: float = products
+    if split.remat == "full":
+        of_mlp -= 1 / (first + 1) / len(model.window_pattern)
+    elif split.remat == "dots" and model.gated_mlp:
+        of_mlp += first / (first + 1)
     ends = (N + 2 * K) * H + 3 * D + N * H + D
     attention_bytes = products * c * (each["attention"] / t + M * ends)
     # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
