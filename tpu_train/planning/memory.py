@@ -4,7 +4,8 @@ The formulas follow what the trainer does, not what a trainer could do: train_st
 float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
 layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
 between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
-or adds on top is not in them.
+or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss to be XLA's
+chunks: where its kernel runs, logits are never in HBM, and the loss needs less than is said here.
 """
 
 import dataclasses

@@ -125,8 +125,8 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     N, K, H, F = model.num_heads / t, model.kv_heads / t, model.head_size, model.mlp_dim / t
     forward = {name: flops * M / t for name, flops in forward_flops_per_token(model, config.data.seq_len).items()}
     each, table = layer_params(model), V * D / t
-    # What is computed twice: all of a layer under full, all but its products under dots, but also those inside the gated
-    # kernel; never the last product of a group, which its gradient does not read.
+    # What is computed twice: all of a layer under full, all but its products under dots (those inside the gated kernel
+    # too); never the last product of a group, which its gradient does not read.
     forwards = 1 if split.remat == "none" else 2
     first = 2 if model.gated_mlp else 1
     products = 4 if split.remat == "full" else 3
