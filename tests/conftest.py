@@ -1,6 +1,7 @@
 """Eight CPU devices, a one-device mesh at the start of every test, and a tiny model with batches for it."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,8 @@ from tpu_train.sharding import SPECS  # noqa: E402
 from tpu_train.train_step import TrainState, abstract_state  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Ignored where the tests run in the background, which the processes that they interrupt would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
