@@ -100,6 +100,12 @@ def linear_cross_entropy(
         mean_T = found.total / (rows * shards)
         loss_T = found.lse - (1 - label_smoothing) * found.at_label - label_smoothing * mean_T
     loss_T = loss_T + z_loss * found.lse**2
+    loss_T = _weighed(loss_T, exists_T, labels_T, weights_T, ignore_id)
+    return (loss_T, found.lse, found.argmax) if return_argmax else (loss_T, found.lse)
+
+
+def _weighed(loss_T, exists_T, labels_T, weights_T, ignore_id):
+    """The loss times its weight, NaN where the label is no class, 0 where it is ignored."""
     unknown_T = jnp.logical_not(exists_T)
     if ignore_id is not None:
         unknown_T &= labels_T != ignore_id
@@ -110,7 +116,7 @@ def linear_cross_entropy(
         loss_T = loss_T * weights_T.astype(jnp.float32)
     if ignore_id is not None:
         loss_T = jnp.where(labels_T == ignore_id, 0.0, loss_T)
-    return (loss_T, found.lse, found.argmax) if return_argmax else (loss_T, found.lse)
+    return loss_T
 
 
 def _check(x, w, labels, weights, ignore_id):

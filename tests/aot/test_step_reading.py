@@ -13,7 +13,7 @@ HloModule jit_train_step, is_scheduled=true
 
 FileNames
 1 "/site-packages/jax/lib.py"
-2 "/root/tpu_train/loss.py"
+2 "/src/tpu_train/loss.py"
 
 FunctionNames
 1 "f"
@@ -111,10 +111,10 @@ def test_cycles_count_a_loop_as_often_as_it_runs(read):
 
 def test_source_is_the_innermost_line_of_our_own(read):
     out = read.computations["main"][-1]
-    assert read.source(out, "/root") == "tpu_train/loss.py:17"  # frame 2 is jax's, called by frame 1
+    assert read.source(out, "/src") == "tpu_train/loss.py:17"  # frame 2 is jax's, called by frame 1
     assert read.source(out) == "/site-packages/jax/lib.py:99"
     assert read.operation(out) == "jit(train_step)/add"
-    assert read.source(read.computations["main"][0], "/root") == ""
+    assert read.source(read.computations["main"][0], "/src") == ""
 
 
 def test_arrays_have_the_padding_of_their_tiles(read):
@@ -128,7 +128,7 @@ def test_arrays_have_the_padding_of_their_tiles(read):
 
 
 def test_collectives_have_their_axis_bytes_runs_and_overlap(read):
-    gather, reduce = collectives.find(read, MESH, "/root")
+    gather, reduce = collectives.find(read, MESH, "/src")
     assert (gather.kind, gather.axes, gather.devices, gather.runs) == ("all-gather", ("fsdp",), 4, 3)
     assert (gather.bytes, gather.wire_bytes) == (2048, 2048 * 3 / 4)
     assert (gather.overlaps, gather.cycles_meanwhile) == (True, 500)
@@ -175,7 +175,7 @@ HloLiveRange (max 9):
     async-collective-start{1}: 2048 bytes (cumulative: 22528 bytes)
   Stack trace breakdown for peak usage: 22 528 bytes
 """
-    buffers = memory.at_peak(live, read, "/root")
+    buffers = memory.at_peak(live, read, "/src")
     assert [(b.bytes, b.shape, b.instruction, b.argument) for b in buffers] == [
         (16384, "f32[4,8,128]", "p0", True),
         (16384, "f32[4,8,128]", "set-aside", False),
