@@ -15,7 +15,7 @@ OURS = ("tpu_train", "pallas_kernels", "configs")
 MAY_IMPORT = {
     "configs": ("tpu_train.config",),
     "pallas_kernels": ("pallas_kernels",),
-    "tpu_train.config": (),
+    "tpu_train.config": ("tpu_train.config",),
     "tpu_train.models": (
         "tpu_train.models",
         "tpu_train.ops",
@@ -161,6 +161,6 @@ def test_no_file_is_too_long_to_read():
     """The aim is 300 lines; 400 is where a file has two ideas in it."""
     rooms = [ROOT / name for name in (*OURS, "tests", "benchmarks", "launch", ".ci")]
     files = [path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".sh") or path.name == "run"]
-    assert ROOT / "tpu_train" / "config.py" in files
+    assert ROOT / "tpu_train" / "main.py" in files
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files if path.is_file()}
     assert not {name: length for name, length in lengths.items() if length > 400}

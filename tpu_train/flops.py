@@ -1,6 +1,6 @@
 """Closed formulas of a model: its parameters and the FLOPs of training it. No jax: they are read before anything runs.
 
-Dims as in config.py's legend; one layer's counts, then the model's.
+Dims as in the legend of config/fields.py; one layer's counts, then the model's.
 """
 
 from tpu_train.config import ModelConfig

@@ -1,4 +1,4 @@
-"""The one table of PartitionSpecs, named by the dims they shard (legend in config.py).
+"""The one table of PartitionSpecs, named by the dims they shard (legend in config/fields.py).
 
 A weight is stored split over `fsdp` along D and over `tensor` along heads, feed-forward or vocabulary. `gather` brings
 it together over `fsdp` just before use, in the compute dtype; its transpose scatters the gradient back.

@@ -6,7 +6,8 @@ peak / bandwidth; traffic between devices is a third resource (How to Scale Your
 chapters 1 and 5). Bytes: every operand of a product or of an elementwise step is read once and every result written
 once, in the compute dtype unless said; fusion moves fewer, spilling more.
 
-M tokens of a micro-batch on a device, A micro-batches, c bytes of the compute dtype, t = tensor; dims as in config.py.
+M tokens of a micro-batch on a device, A micro-batches, c bytes of the compute dtype, t = tensor; dims as in
+config/fields.py.
 """
 
 import dataclasses

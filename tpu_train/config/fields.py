@@ -1,0 +1,126 @@
+"""What a run is: frozen dataclasses, one a section, and their dims.
+
+`None` in a field means "derived from the others" and is filled in by the field's property.
+
+Dims, one letter each, used in array names (`x_BTD`) everywhere:
+    B batch           data.batch_size         T query tokens    data.seq_len
+    D model           model.model_dim         S key tokens
+    L layers          model.num_layers        N query heads     model.num_heads
+    K key/value heads model.num_kv_heads      G = N // K
+    H head dim        model.head_dim          F feed-forward    model.mlp_dim
+    V vocabulary      model.vocab_size        A micro-batches   optim.accumulation_steps
+"""
+
+import dataclasses
+from typing import Literal
+
+
+class UserError(Exception):
+    """Bad input: one line that says what is wrong and what would be right. `main` prints it and exits with 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int = 256
+    num_layers: int = 4
+    model_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int | None = None  # None: num_heads
+    head_dim: int | None = None  # None: model_dim // num_heads
+    mlp_dim: int = 512
+    gated_mlp: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
+    tie_embeddings: bool = True
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    attention_soft_cap: float | None = None  # None: no cap
+    logit_soft_cap: float | None = None
+    # One entry per layer of a repeating group, in tokens; 0 sees all earlier tokens. Must divide num_layers.
+    window_pattern: tuple[int, ...] = (0,)
+    # Groups of layers per turn of the scan over them. All at once is quicker on a CPU; 1 compiles soonest on a TPU.
+    scan_unroll: int = 1
+    # What the backward pass keeps of a block: everything, matmul outputs, or only the block's input.
+    remat: Literal["none", "dots", "full"] = "none"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim if self.head_dim is not None else self.model_dim // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: Literal["python_stdlib", "text", "jsonl", "tokens", "array_record"] = "python_stdlib"
+    paths: tuple[str, ...] = ()  # files or globs; none for python_stdlib
+    text_key: str = "text"  # the field of a JSONL line that holds the text
+    tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
+    seq_len: int = 256
+    batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches
+    packing: bool = True  # False: one document a row, cut at seq_len and padded
+    validation_fraction: float = 0.05  # of the documents; never trained on
+    seed: int = 0  # order of the documents
+    workers: int = 0  # processes that read and tokenize; 0: a thread of this one
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    peak_lr: float = 1e-3
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 10
+    decay_fraction: float = 0.2  # wsd: the share of the steps spent going down
+    final_lr_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # matrices only
+    clip_norm: float | None = 1.0  # None: no clipping
+    muon_lr: float = 0.02  # peak, for the matrices inside the blocks; the rest takes peak_lr with AdamW
+    z_loss: float = 0.0
+    accumulation_steps: int = 1
+    # The first moment only. The second stays float32: in bfloat16 its small updates would be lost.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; at most one may be -1 and takes what is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 100
+    keep_last: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    workdir: str = ""  # empty: runs/<name of the config file>
+    steps: int = 100
+    seed: int = 0  # initial weights and sampling
+    # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 8
+    sample_tokens: int = 200
+    sample_prompt: str = "def "
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
