@@ -6,9 +6,10 @@ Without jax, so that it can be asked before there are devices.
 import math
 from collections.abc import Mapping
 
+from tpu_train import context
 from tpu_train.config import Config, MeshConfig, UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
@@ -25,12 +26,12 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 
 def check_fits(config: Config, size: Mapping[str, int]) -> None:
     """Raises UserError where an array dim does not divide over the axes, of the given sizes, that split it."""
-    batch_shards = size["data"] * size["fsdp"]
+    batch_shards, weight_shards = size["data"] * size["fsdp"], size["fsdp"] * size["context"]
     model = config.model
     micro_batch = config.data.batch_size // config.optim.accumulation_steps
     for name, dim, axes, shards in (
         ("data.batch_size / optim.accumulation_steps", micro_batch, "data x fsdp", batch_shards),
-        ("model.model_dim", model.model_dim, "fsdp", size["fsdp"]),
+        ("model.model_dim", model.model_dim, "fsdp" if size["context"] == 1 else "fsdp x context", weight_shards),
         ("model.num_heads", model.num_heads, "tensor", size["tensor"]),
         ("model.num_kv_heads", model.kv_heads, "tensor", size["tensor"]),
         ("model.mlp_dim", model.mlp_dim, "tensor", size["tensor"]),
@@ -38,3 +39,4 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
     ):
         if dim % shards:
             raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {axes}")
+    context.check(config, size)
