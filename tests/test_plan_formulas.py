@@ -138,14 +138,13 @@ ROW = context.Layer(4, 2, 64, 8, 4, 16, 2)
         ("all_gather", {"forwards": 2}, 3 * 32768 * 3 / 4),
         # A fourth of all four, of which a device keeps a fourth.
         ("all_to_all", {}, 2 * 3 * 32768 / 4 * 3 / 4),
-        # Over three links, twice; float32 gradients over four.
-        ("ring", {}, 32768 / 4 * (2 * 3 + 2 * 4)),
-        ("ring", {"forwards": 2}, 32768 / 4 * (3 * 3 + 2 * 4)),
+        # Over three links, twice; float32 gradients over three, and home over a fourth in bfloat16.
+        ("ring", {}, 32768 / 4 * (2 * 3 + 2 * 3 + 1)),
+        ("ring", {"forwards": 2}, 32768 / 4 * (3 * 3 + 2 * 3 + 1)),
         # Chunks of 8, so stops 0, 1 and 3: one link, then two; and one home.
-        ("ring", {"window": 9}, 32768 / 4 * (2 * 3 + 2 * 4)),
-        # Over two devices one link, twice, and two for the gradients.
-        ("ring", {"devices": 2}, 32768 / 2 * (2 * 1 + 2 * 2)),
-        ("ring", {"devices": 16, "tokens": 256, "window": 3}, 4 * 32768 / 16 * (2 * 3 + 2 * 4)),
+        ("ring", {"window": 9}, 32768 / 4 * (2 * 3 + 2 * 3 + 1)),
+        ("ring", {"devices": 2}, 32768 / 2 * (2 * 1 + 2 * 1 + 1)),
+        ("ring", {"devices": 16, "tokens": 256, "window": 3}, 4 * 32768 / 16 * (2 * 3 + 2 * 3 + 1)),
     ],
 )
 def test_what_attention_sends_along_context(method, change, wanted):
