@@ -55,6 +55,6 @@ def _load(workdir: str, step: int | None, overrides: list[str]):
         config_lib.check(config)
         mesh = mesh_lib.make_mesh(config.mesh)
         mesh_lib.check_fits(config, mesh)
-        compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
         model: Transformer = checkpoints.restore(step, abstract_state(config, compute)).model
     return step, config, model, mesh, compute

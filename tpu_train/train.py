@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, precision, processes
+from tpu_train import checkpoint, context, data, devices, generate, precision, processes
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -35,7 +35,7 @@ def train(config: Config, start_time: float) -> int:
     workdir = Path(config.run.workdir)
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
@@ -139,7 +139,7 @@ class Run:
         return {
             name: jax.make_array_from_process_local_data(
                 sharding,
-                batch[name].reshape(micro, -1, batch[name].shape[-1]),
+                context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), self.mesh.shape["context"]),
                 (micro, rows // micro, batch[name].shape[-1]),
             )
             for name in batch_names(self.config)

@@ -93,6 +93,9 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1  # splits the tokens of a row
+    # How attention sees past a device's own tokens; auto takes, layer by layer, what sends least: see context.py.
+    context_method: Literal["auto", "all_gather", "ring", "all_to_all"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
