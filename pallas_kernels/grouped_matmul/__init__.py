@@ -4,15 +4,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.vjp import grouped_matmul_pallas
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
+from pallas_kernels.matmul.blocks import BlockSizes
 from pallas_kernels.runtime import vary_alike
 
-IMPLEMENTATIONS = ("reference", "xla")
+KERNELS = ("pallas", "interpret")
+IMPLEMENTATIONS = ("reference", "xla", *KERNELS)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def grouped_matmul(
-    x_TD: jax.Array, w_EDF: jax.Array, group_sizes: jax.Array, *, implementation: str = "xla"
+    x_TD: jax.Array,
+    w_EDF: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    block_sizes: BlockSizes | None = None,
+    implementation: str = "xla",
 ) -> jax.Array:
     """Each row of x times the weights of its group; the groups' rows lie one after another.
 
@@ -21,7 +29,8 @@ def grouped_matmul(
       w_EDF: of x's dtype, [D, F] of each group.
       group_sizes: int32 [E]. They may be zero, and may sum to less than T. Values are not checked, since they are known
         only when the product runs: a negative size counts as zero, and a group ends where x does.
-      implementation: "reference" or "xla".
+      block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
+      implementation: "reference", "xla", "pallas" (on a TPU) or "interpret" (the same kernels anywhere, slowly).
 
     Returns:
       y_TF in x's dtype; products accumulate in float32. Rows of no group are zero, and so is their gradient, whatever x
@@ -37,6 +46,10 @@ def grouped_matmul(
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"grouped_matmul has no implementation {implementation!r}; it has {known}")
     operands = vary_alike(x_TD, w_EDF, group_sizes)
+    if implementation in KERNELS:
+        return grouped_matmul_pallas(*operands, sizes=block_sizes, interpret=implementation == "interpret")
+    if block_sizes is not None:
+        raise ValueError(f"grouped_matmul: {implementation} takes no block_sizes; {' and '.join(KERNELS)} do")
     run = grouped_matmul_reference if implementation == "reference" else grouped_matmul_xla
     return run(*operands)
 
