@@ -36,9 +36,9 @@ class Problem:
 
 
 # Cycles of the schedules that tpu-train kernels shows: the start and end of an unrolled body, by the size of the matrix
-# unit; a visit; what it takes to transpose 1,024 weights, which dx does for each body; 1,024 sums
-# of dw, read and written.
-BODY, VISIT, TRANSPOSE, SUMS = {128: 150, 256: 350}, 240, {128: 0.7, 256: 0.7}, 1.1
+# unit; a visit; to transpose 1,024 weights, which dx does for each body; 1,024 sums of dw, read and written.
+BODY = {"forward": {128: 170, 256: 265}, "dx": {128: 210, 256: 330}, "dw": {128: 320, 256: 350}}
+VISIT, TRANSPOSE, SUMS = 240, 0.71, 1.1
 PARTS = (128, 256, 512)  # rows of a body
 LONGEST = 1024  # rows of a tile
 
@@ -69,24 +69,23 @@ def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> tupl
 
 @functools.cache
 def _tile(kernel: str, problem: Problem, block: Block, chip: Chip) -> tuple[int, int]:
-    across, other = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
+    across, along = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
     most = unrolled(chip) // passes(problem.itemsize)
     columns = [across // n for n in range(1, across // LANES + 1) if across % (n * LANES) == 0]
-    cuts = [(rows, some) for rows in PARTS for some in columns if rows <= block.T and rows * some * other <= most]
+    cuts = [(rows, some) for rows in PARTS for some in columns if rows <= block.T and rows * some * along <= most]
     return min(cuts or [(LANES, LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
 
 
 def _body_cycles(kernel: str, problem: Problem, block: Block, cut: tuple[int, int], chip: Chip) -> float:
     """Cycles of all bodies for one block of columns and of the contraction, each group with a part filled by half."""
-    rows, columns = cut
-    across, other = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
-    parts = -(-problem.T // rows) + problem.E / 2
+    (rows, columns), size = cut, block.F * block.D
     busy = passes(problem.itemsize) * wide(block.F, chip) * wide(block.D, chip) * rows / RATES[chip.name][0]
     if kernel == "dx":
-        busy = max(busy, TRANSPOSE[chip.mxu_size] * block.F * block.D / 1024)
+        busy = max(busy, TRANSPOSE * size / 1024)
     if kernel == "dw":
-        busy = max(busy * wide(rows, chip) / rows, SUMS * block.F * block.D / 1024)
-    return parts * (busy + BODY[chip.mxu_size] * across / columns)
+        busy = max(busy * wide(rows, chip) / rows, SUMS * size / 1024)
+    bodies = (block.F if kernel == "forward" else block.D) / columns
+    return (-(-problem.T // rows) + problem.E / 2) * (busy + BODY[kernel][chip.mxu_size] * bodies)
 
 
 def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.matmul.kernel import Spec, clear, each_tile, product, run_step
 from pallas_kernels.runtime import divide
 
-
 ALIGN = 16  # rows of bf16 that fill one register: where a body may begin
 
 
@@ -29,7 +28,7 @@ class Grouped(Spec):
 def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, first_ref, end_ref, *refs):
     """A group's rows of y = x w (`out` is F), or of dx = dy w^T (D). grid = (out // o, visits, contracted // c)."""
     x_ref, w_ref, y_ref, *acc_refs = refs
-    c, w_dim = pl.program_id(2), 0 if out == "F" else 1
+    c, w_dim = pl.program_id(2) if acc_refs else 0, 0 if out == "F" else 1
     first, end = _own_rows(spec, pl.program_id(1), group_ref, tile_ref, first_ref, end_ref)
 
     @pl.when((first <= 0) & (end < spec.block.T) & (c == 0))
