@@ -22,9 +22,12 @@ from typing import Protocol
 import numpy as np
 
 from tpu_train.config import DataConfig, UserError
-from tpu_train.data.texts import ArrayRecords, JsonLines, TextFiles, Texts, expand, names, stdlib_files
+from tpu_train.data.texts import ArrayRecords, BadDocument, JsonLines, TextFiles, Texts, expand, names, stdlib_files
 from tpu_train.data.token_files import TokenFile, check_ids, read_tokens
 from tpu_train.data.tokenizers import Tokenizer, load_tokenizer
+
+# "tokens" and "labels", int32 [n], n > 0; "weights" float32 [n] where not all are 1.
+Example = dict[str, np.ndarray]
 
 
 class Source(Protocol):
@@ -32,7 +35,9 @@ class Source(Protocol):
     contiguous: bool
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, index: int) -> Example: ...
+    def size_of(self, index: int) -> int:
+        """Labels of a document where they are known without reading it, else about its bytes, else 1; never 0."""
 
 
 def open_source(config: DataConfig, vocab_size: int) -> Source:
@@ -69,16 +74,21 @@ class TextSource:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def size_of(self, index: int) -> int:
+        return self._texts.size_of(index)
+
+    def __getitem__(self, index: int) -> Example:
         text, ends = self._texts.read(index)
         try:
             ids = self._tokenizer.encode(text)
         except UnicodeEncodeError as error:
-            raise UserError(f"{self._texts.where(index)} holds a lone surrogate, which is not text: {error}") from None
+            raise BadDocument(
+                f"{self._texts.where(index)} holds a lone surrogate, which is not text: {error}"
+            ) from None
         return example(ids, self._tokenizer.eod_id, ends)
 
 
-def example(ids: np.ndarray, eod_id: int, ends: bool) -> dict[str, np.ndarray]:
+def example(ids: np.ndarray, eod_id: int, ends: bool) -> Example:
     """tokens [eod, ids...] and labels [ids..., eod], int32; without the last of each if the document goes on."""
     framed = np.empty(len(ids) + 2, np.int32)
     framed[0] = framed[-1] = eod_id
@@ -117,10 +127,17 @@ class TokenSource:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def _locate(self, index: int) -> tuple[TokenFile, int, int]:
         at = bisect.bisect_right(self._ends, index)
-        start, stop = self._spans[at][index - (self._ends[at - 1] if at else 0)]
-        file = self._files[at]
+        start, stop = self._spans[at][index - (self._ends[at - 1] if at else 0)].tolist()
+        return self._files[at], start, stop
+
+    def size_of(self, index: int) -> int:
+        file, start, stop = self._locate(index)
+        return stop - start + (-1 if self._eod is None else stop < len(file.ids))
+
+    def __getitem__(self, index: int) -> Example:
+        file, start, stop = self._locate(index)
         ids = np.asarray(file.ids[start:stop])
         check_ids(ids, self._vocab_size, file.path)
         if self._eod is None:

@@ -24,6 +24,10 @@ _SEARCH_BYTES = 1 << 12  # how far a cut moves to reach a line's end
 _SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "turtledemo"}
 
 
+class BadDocument(UserError):
+    """A document that can't be read, though its file can: data.on_corrupt=skip leaves it out."""
+
+
 class Texts(Protocol):
     """What `TextSource` reads."""
 
@@ -33,6 +37,9 @@ class Texts(Protocol):
     def __len__(self) -> int: ...
     def read(self, index: int) -> tuple[str, bool]:
         """The text of a document, and whether the document ends with it."""
+
+    def size_of(self, index: int) -> int:
+        """About how many bytes document `index` has, 1 or more; 1 for all where it isn't known without reading."""
 
     def where(self, index: int) -> str:
         """What to call document `index` in a message."""
@@ -79,6 +86,10 @@ class TextFiles:
         first = self._ends[at - 1] if at else 0
         return self._paths[at], index - first, index + 1 == self._ends[at]
 
+    def size_of(self, index: int) -> int:
+        path, piece, last = self._locate(index)
+        return self._sizes[path] - piece * self._piece if last else self._piece
+
     def where(self, index: int) -> str:
         return self._locate(index)[0]
 
@@ -94,7 +105,7 @@ class TextFiles:
         try:
             return data.decode("utf-8"), last
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not valid UTF-8 at byte {start + error.start}; convert it to UTF-8") from None
+            raise BadDocument(f"{path} is not valid UTF-8 at byte {start + error.start}; convert it to UTF-8") from None
 
     def _cut(self, file: Any, piece: int) -> int:
         """The byte that piece number `piece` starts at: after a line's end, or else between two characters."""
@@ -128,6 +139,12 @@ class JsonLines:
         at = bisect.bisect_right(self._ends, index)
         return self._paths[at], int(self._offsets[at][index - (self._ends[at - 1] if at else 0)])
 
+    def size_of(self, index: int) -> int:
+        at = bisect.bisect_right(self._ends, index)
+        i = index - (self._ends[at - 1] if at else 0)
+        offsets = self._offsets[at]
+        return int((offsets[i + 1] if i + 1 < len(offsets) else os.path.getsize(self._paths[at])) - offsets[i])
+
     def where(self, index: int) -> str:
         path, offset = self._locate(index)
         with open(path, "rb") as file:
@@ -142,14 +159,14 @@ class JsonLines:
         try:
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError:
-            raise UserError(f"{self.where(index)} is not valid UTF-8; convert the file to UTF-8") from None
+            raise BadDocument(f"{self.where(index)} is not valid UTF-8; convert the file to UTF-8") from None
         except json.JSONDecodeError as error:
-            raise UserError(f"{self.where(index)} is not JSON ({error.msg}); every line must be one object") from None
+            raise BadDocument(f"{self.where(index)} is not JSON ({error.msg}); every line must be one object") from None
         if not isinstance(record, dict) or self._text_key not in record:
             found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise UserError(f"{self.where(index)} has {found}, not {self._text_key!r}; set data.text_key")
+            raise BadDocument(f"{self.where(index)} has {found}, not {self._text_key!r}; set data.text_key")
         if not isinstance(record[self._text_key], str):
-            raise UserError(f"{self.where(index)} has no string under {self._text_key!r}; set data.text_key")
+            raise BadDocument(f"{self.where(index)} has no string under {self._text_key!r}; set data.text_key")
         return record[self._text_key], True
 
 
@@ -183,6 +200,9 @@ class ArrayRecords:
     def __len__(self) -> int:
         return self._length
 
+    def size_of(self, index: int) -> int:
+        return 1
+
     def where(self, index: int) -> str:
         return f"record {index} of {self._name}"
 
@@ -190,7 +210,7 @@ class ArrayRecords:
         try:
             return self._records[index].decode("utf-8"), True
         except UnicodeDecodeError:
-            raise UserError(f"{self.where(index)} is not valid UTF-8; records must be text") from None
+            raise BadDocument(f"{self.where(index)} is not valid UTF-8; records must be text") from None
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
