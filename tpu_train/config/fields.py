@@ -54,9 +54,10 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "array_record"] = "python_stdlib"
+    source: Literal["python_stdlib", "text", "jsonl", "parquet", "array_record", "tokens"] = "python_stdlib"
     paths: tuple[str, ...] = ()  # files or globs; none for python_stdlib
-    text_key: str = "text"  # the field of a JSONL line that holds the text
+    text_key: str = "text"  # the field of a JSONL line, or column of a Parquet file, that holds the text
+    prompt_key: str = ""  # the field that stands before the text and is not trained on; empty: none
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
     seq_len: int = 256
     batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches
@@ -64,6 +65,9 @@ class DataConfig:
     validation_fraction: float = 0.05  # of the documents; never trained on
     seed: int = 0  # order of the documents
     workers: int = 0  # processes that read and tokenize; 0: a thread of this one
+    # A folder for tokens, made at first use and read from then on; empty: none. Compressed files and Parquet need it.
+    cache: str = ""
+    on_corrupt: Literal["stop", "skip"] = "stop"  # what can't be read ends the run, or is named, counted, left out
 
 
 @dataclasses.dataclass(frozen=True)

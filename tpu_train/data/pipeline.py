@@ -4,13 +4,13 @@ import hashlib
 import itertools
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tpu_train.config import DataConfig, UserError
-from tpu_train.data.sources import Source, open_source
+from tpu_train.data.opening import open_source, tokenizer_content
+from tpu_train.data.sources import Source
 from tpu_train.data.split import Part, Stream, split
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def train_batches(config: DataConfig, *, vocab_size: int, process_index: int = 0
     source = open_source(config, vocab_size)
     train, _ = split(source, config.validation_fraction)
     _check_fills_a_batch(config, source, train)
-    reading = Reading([Stream(train, config.seed)], seq_len=config.seq_len, packing=config.packing, skip=False)
+    reading = Reading(
+        [Stream(train, config.seed)], seq_len=config.seq_len, packing=config.packing, skip=config.on_corrupt == "skip"
+    )
 
     def start(places: list[list[int]], deal: "Deal") -> "_Lanes":
         return _Lanes(reading, rows, places, deal, config.workers)
@@ -155,9 +157,12 @@ def _check_fills_a_batch(config: DataConfig, source: Source, train: Part) -> Non
 
 def _layout(config: DataConfig, source: Source) -> dict[str, Any]:
     """What a position in the data is only good for, as name: value."""
-    content = hashlib.sha256(f"{config.source} {config.text_key} {len(source)} {source.size}".encode())
-    if config.source != "tokens" and config.tokenizer != "bytes":
-        content.update(Path(config.tokenizer).read_bytes())  # not its path: a run may move
+    if config.source == "tokens":
+        content = hashlib.sha256(f"tokens {len(source)} {source.size}".encode())
+    else:
+        keys = f"{config.source} {config.text_key} {config.prompt_key} {len(source)} {source.size}"
+        content = hashlib.sha256(keys.encode() + tokenizer_content(config))
+    content.update(getattr(source, "fingerprint", "").encode())
     return {
         "data fingerprint": content.hexdigest()[:16],
         "data.seed": config.seed,
@@ -165,4 +170,6 @@ def _layout(config: DataConfig, source: Source) -> dict[str, Any]:
         "data.batch_size": config.batch_size,
         "data.packing": config.packing,
         "data.validation_fraction": config.validation_fraction,
+        "data.cache": "a folder" if config.cache else "none",  # with it sizes are exact, so rows get other documents
+        "data.on_corrupt": config.on_corrupt,
     }

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tpu_train.config import DataConfig
+from tpu_train.data.opening import open_source
 from tpu_train.data.pipeline import rows_of
-from tpu_train.data.sources import Example, open_source
+from tpu_train.data.sources import Example
 from tpu_train.data.split import Part, split
 
 if TYPE_CHECKING:
