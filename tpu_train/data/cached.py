@@ -1,6 +1,7 @@
 """The source that a token cache is. Its sizes are exact, so an epoch is over before the next begins."""
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 from pathlib import Path
@@ -25,7 +26,7 @@ class CachedSource:
         ]
         self._ends = list(itertools.accumulate(manifest.documents for manifest in self.manifests))
         self.size = sum(manifest.tokens for manifest in self.manifests)
-        self.contiguous = contiguous
+        self.contiguous, self.tokenized = contiguous, True
         self.fingerprint = hashlib.sha256(" ".join(m.content for m in self.manifests).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -77,10 +78,10 @@ class _Checked:
         return self._bytes[start * self._row : stop * self._row].view(self._dtype).reshape(-1, *self._shape[1:])
 
     def _check(self, first: int, last: int) -> None:
-        sums = block_sums(memoryview(self._bytes[first * BLOCK : last * BLOCK]))
+        sums = block_sums(self._bytes[first * BLOCK : last * BLOCK].data)
         for block in first + np.flatnonzero(sums != self._sums[first:last]):
-            manifest = Path(self.path).with_suffix(".json")
-            manifest.unlink(missing_ok=True)  # so the next start tokenizes the shard again
+            with contextlib.suppress(OSError):  # so the next start tokenizes the shard again
+                Path(self.path).with_suffix(".json").unlink()
             raise UserError(
                 f"{self.path} is damaged near byte {self._offset + int(block) * BLOCK}; start again, and that shard "
                 "is tokenized again"

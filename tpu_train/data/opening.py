@@ -12,9 +12,10 @@ With data.cache the tokens of all but the last are made once and kept (see `cach
 tokenized when their turn comes, in an order that is random, so compressed files and Parquet need the cache.
 """
 
+import dataclasses
 from pathlib import Path
 
-from tpu_train.config import DataConfig, UserError
+from tpu_train.config import DataConfig, MixtureSource, UserError
 from tpu_train.data.cache import Cache
 from tpu_train.data.cached import CachedSource
 from tpu_train.data.shards import COMPRESSED, Kind, piece_size
@@ -22,6 +23,24 @@ from tpu_train.data.sources import Source, TextSource, TokenSource
 from tpu_train.data.texts import ArrayRecords, JsonLines, TextFiles, Texts, expand, names, stdlib_files
 from tpu_train.data.token_files import read_tokens
 from tpu_train.data.tokenizers import Tokenizer, load_tokenizer
+
+
+def open_sources(config: DataConfig, vocab_size: int) -> dict[str, Source]:
+    """The sources of data.mixture by name, or the only one under its kind. Raises UserError as `open_source` does."""
+    if not config.mixture:
+        return {config.source: open_source(config, vocab_size)}
+    return {mixed.name: open_source(_alone(config, mixed), vocab_size) for mixed in config.mixture}
+
+
+def _alone(config: DataConfig, mixed: MixtureSource) -> DataConfig:
+    return dataclasses.replace(
+        config,
+        mixture=(),
+        source=mixed.source,
+        paths=mixed.paths,
+        text_key=mixed.text_key,
+        prompt_key=mixed.prompt_key,
+    )
 
 
 def open_source(config: DataConfig, vocab_size: int) -> Source:

@@ -7,7 +7,6 @@ Grain's own ConcatThenSplitIterDataset is not used: a position of it that went t
 back with lists for tuples, is taken for a cut document, and a whole document is lost (Grain 0.2.18).
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from tpu_train.config import UserError
 from tpu_train.data.dealing import Deal, Dealer
 from tpu_train.data.sources import Example
 from tpu_train.data.split import Stream
-from tpu_train.data.texts import BadDocument
+from tpu_train.data.texts import BadDocument, skip_or_raise
 
 Batch = dict[str, np.ndarray]
 COUNTS = ("documents", "split", "tokens", "untrained", "dropped", "lost")  # then the tokens of each stream
@@ -175,10 +174,3 @@ class _Row:
                 skip_or_raise(error, self._reading.skip)
                 self._counts[5] += 1
         raise UserError("no document of the data can be read; the lines above say why")
-
-
-def skip_or_raise(error: BadDocument, skip: bool) -> None:
-    """Says what is left out, for data.on_corrupt=skip, or raises `error`."""
-    if not skip:
-        raise error
-    print(f"data: {error}; skipped", file=sys.stderr, flush=True)

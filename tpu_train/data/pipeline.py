@@ -2,16 +2,18 @@
 
 import hashlib
 import itertools
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tpu_train.config import DataConfig, UserError
-from tpu_train.data.opening import open_source, tokenizer_content
+from tpu_train.config import DataConfig, UserError, points_of, weight_at
+from tpu_train.data.opening import open_sources, tokenizer_content
 from tpu_train.data.sources import Source
-from tpu_train.data.split import Part, Stream, split
+from tpu_train.data.split import Part, Stream, split_all
+from tpu_train.data.texts import BadDocument, skip_or_raise
 
 if TYPE_CHECKING:
     from tpu_train.data.dealing import Deal
@@ -46,17 +48,21 @@ def train_batches(config: DataConfig, *, vocab_size: int, process_index: int = 0
     from tpu_train.data.position import Batches
 
     rows = rows_of(config, process_index, process_count)
-    source = open_source(config, vocab_size)
-    train, _ = split(source, config.validation_fraction)
-    _check_fills_a_batch(config, source, train)
+    sources = open_sources(config, vocab_size)
+    parts = [train for train, _ in split_all(sources, config.validation_fraction)]
+    _check_fills_a_batch(config, parts)
     reading = Reading(
-        [Stream(train, config.seed)], seq_len=config.seq_len, packing=config.packing, skip=config.on_corrupt == "skip"
+        [Stream(part, config.seed, number) for number, part in enumerate(parts)],
+        seq_len=config.seq_len,
+        packing=config.packing,
+        skip=config.on_corrupt == "skip",
+        weights=Weights(config) if config.mixture else None,
     )
 
     def start(places: list[list[int]], deal: "Deal") -> "_Lanes":
         return _Lanes(reading, rows, places, deal, config.workers)
 
-    return Batches(start, rows, config.batch_size, [config.source], _layout(config, source))
+    return Batches(start, rows, config.batch_size, list(sources), _layout(config, sources))
 
 
 class _Lanes:
@@ -128,23 +134,40 @@ def rows_of(config: DataConfig, process_index: int, process_count: int) -> range
     return range(process_index * count, (process_index + 1) * count)
 
 
-def _check_fills_a_batch(config: DataConfig, source: Source, train: Part) -> None:
+class Weights:
+    """The share of each source of the mixture when every row has got so many tokens."""
+
+    def __init__(self, config: DataConfig):
+        self._mixture, self._seq_len = config.mixture, config.seq_len
+
+    def __call__(self, tokens: int) -> list[float]:
+        weights = [weight_at(source, tokens // self._seq_len) for source in self._mixture]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+
+def _check_fills_a_batch(config: DataConfig, parts: list[Part]) -> None:
     """Raises UserError if the training documents hold less than one batch.
 
     A source of many bytes per token of a batch is taken for large enough once it is seen to hold any text at all.
     """
     needed = config.batch_size * config.seq_len
-    if not config.packing and len(train) < config.batch_size:
+    documents = sum(map(len, parts))
+    if not config.packing and documents < config.batch_size:
         raise UserError(
-            f"{len(train)} training documents, fewer than the {config.batch_size} rows of a batch; "
+            f"{documents} training documents, fewer than the {config.batch_size} rows of a batch; "
             "lower data.batch_size, or set data.packing=true"
         )
-    large = not config.packing or source.size > 64 * needed
+    large = not config.packing or sum(part.source.size for part in parts) > 64 * needed
     tokens, longest = 0, 0
-    for i in range(len(train)):
-        length = len(train[i]["labels"])
+    for train, i in itertools.chain.from_iterable(itertools.product([part], range(len(part))) for part in parts):
+        try:
+            length = len(train[i]["labels"])
+        except BadDocument as error:
+            skip_or_raise(error, config.on_corrupt == "skip")
+            continue
         tokens, longest = tokens + length, max(longest, length)
-        has_text = longest > 1 or config.source == "tokens"  # an empty text is only its eod
+        has_text = longest > 1 or not train.source.tokenized  # an empty text is only its eod
         if has_text and (large or tokens >= needed):
             return
     if longest <= 1:
@@ -155,14 +178,14 @@ def _check_fills_a_batch(config: DataConfig, source: Source, train: Part) -> Non
     )
 
 
-def _layout(config: DataConfig, source: Source) -> dict[str, Any]:
+def _layout(config: DataConfig, sources: dict[str, Source]) -> dict[str, Any]:
     """What a position in the data is only good for, as name: value."""
-    if config.source == "tokens":
-        content = hashlib.sha256(f"tokens {len(source)} {source.size}".encode())
-    else:
-        keys = f"{config.source} {config.text_key} {config.prompt_key} {len(source)} {source.size}"
-        content = hashlib.sha256(keys.encode() + tokenizer_content(config))
-    content.update(getattr(source, "fingerprint", "").encode())
+    read = config.mixture or [config]
+    keys = [[source.source, source.text_key, source.prompt_key] for source in read]
+    found = [[name, len(source), source.size, source.fingerprint] for name, source in sources.items()]
+    content = hashlib.sha256(json.dumps([keys, found]).encode())
+    if any(source.tokenized for source in sources.values()):
+        content.update(tokenizer_content(config))
     return {
         "data fingerprint": content.hexdigest()[:16],
         "data.seed": config.seed,
@@ -172,4 +195,5 @@ def _layout(config: DataConfig, source: Source) -> dict[str, Any]:
         "data.validation_fraction": config.validation_fraction,
         "data.cache": "a folder" if config.cache else "none",  # with it sizes are exact, so rows get other documents
         "data.on_corrupt": config.on_corrupt,
+        "data.mixture": [[mixed.name, [list(point) for point in points_of(mixed)]] for mixed in config.mixture],
     }

@@ -26,6 +26,8 @@ Example = dict[str, np.ndarray]
 
 
 class Source(Protocol):
+    tokenized: bool  # from text, by the tokenizer
+    fingerprint: str  # of the contents, or nothing where that takes reading it all
     size: int  # bytes of text, or tokens: at least the number of tokens for the byte tokenizer
     contiguous: bool
 
@@ -39,6 +41,7 @@ class TextSource:
     """Tokenizes texts into examples."""
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer):
+        self.tokenized, self.fingerprint = True, ""
         self._texts, self._tokenizer = texts, tokenizer
         self.size, self.contiguous = texts.size, texts.contiguous
 
@@ -96,6 +99,7 @@ class TokenSource:
                     f"{file.path} was made with vocab_size={file.vocab_size}, more than model.vocab_size={vocab_size}; "
                     f"set model.vocab_size={file.vocab_size} or above"
                 )
+        self.tokenized, self.fingerprint = False, ""
         self._files, self._vocab_size = files, vocab_size
         self._eod = next(iter(eod_ids))
         self.size = sum(len(file.ids) for file in files)

@@ -48,6 +48,17 @@ def split(source: Source, validation_fraction: float) -> tuple[Part, Part]:
     return Part(source, 0, train), Part(source, train, count)
 
 
+def split_all(sources: dict[str, Source], validation_fraction: float) -> list[tuple[Part, Part]]:
+    """(training, validation) parts of each source; an error says of which."""
+    parts = []
+    for name, source in sources.items():
+        try:
+            parts.append(split(source, validation_fraction))
+        except UserError as error:
+            raise UserError(f"{name}: {error}" if len(sources) > 1 else str(error)) from None
+    return parts
+
+
 class Stream:
     """The training documents of one source, epoch after epoch without end, each epoch in an order of its own."""
 

@@ -10,6 +10,7 @@ import glob
 import itertools
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +27,20 @@ _SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packa
 
 class BadDocument(UserError):
     """A document that can't be read, though its file can: data.on_corrupt=skip leaves it out."""
+
+
+_NAMED = 20  # documents left out that a process names
+_said: set[str] = set()
+
+
+def skip_or_raise(error: BadDocument, skip: bool) -> None:
+    """Raises `error`; or, for data.on_corrupt=skip, says what is left out: once each, and not of more than a few."""
+    if not skip:
+        raise error
+    if str(error) not in _said and len(_said) <= _NAMED:
+        _said.add(str(error))
+        more = "; more are counted, but not named" if len(_said) > _NAMED else ""
+        print(f"data: {error}; left out{more}", file=sys.stderr, flush=True)
 
 
 class Text(NamedTuple):

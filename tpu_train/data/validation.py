@@ -1,15 +1,17 @@
 """Batches for validation: the same ones every time, on any number of processes."""
 
+import heapq
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tpu_train.config import DataConfig
-from tpu_train.data.opening import open_source
+from tpu_train.data.opening import open_sources
 from tpu_train.data.pipeline import rows_of
 from tpu_train.data.sources import Example
-from tpu_train.data.split import Part, split
+from tpu_train.data.split import Part, split_all
+from tpu_train.data.texts import BadDocument, skip_or_raise
 
 if TYPE_CHECKING:
     from tpu_train.data.packing import Batch
@@ -34,9 +36,16 @@ class ValidationBatches:
             yield {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
 
     def _documents(self) -> Iterator[Example]:
-        for part in self._parts:
-            for i in range(len(part)):
+        """Those of several sources in turns, so that the first few batches hold some of each."""
+        for _, part, i in heapq.merge(*map(_turns, self._parts), key=lambda turn: turn[0]):
+            try:
                 yield part[i]
+            except BadDocument as error:
+                skip_or_raise(error, self._config.on_corrupt == "skip")
+
+
+def _turns(part: Part) -> Iterator[tuple[float, Part, int]]:
+    return (((i + 0.5) / len(part), part, i) for i in range(len(part)))
 
 
 def validation_batches(
@@ -49,5 +58,5 @@ def validation_batches(
     weight 0 and segment 0. To that end each process reads the whole part and keeps its rows.
     """
     rows = rows_of(config, process_index, process_count)
-    _, validation = split(open_source(config, vocab_size), config.validation_fraction)
-    return ValidationBatches(config, [validation], rows)
+    parts = split_all(open_sources(config, vocab_size), config.validation_fraction)
+    return ValidationBatches(config, [validation for _, validation in parts], rows)
