@@ -59,7 +59,7 @@ def _check_data(config: Config) -> None:
             "data.paths is set, but data.source=python_stdlib reads none; set data.source=text (or jsonl, ...)"
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
-        raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; {_WITH_KEYS} have")
+        raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
     if data.source == "tokens" and not data.mixture:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
