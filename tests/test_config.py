@@ -174,12 +174,27 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("run.steps=0", "run.steps is 0; it must be above 0"),
         ("run.seed=-1", "run.seed is -1; it must be 0 or more"),
         ("data.batch_size=-16", "data.batch_size is -16; it must be above 0"),
+        ("data.prompt_key=q", "data.prompt_key is set, but data.source=python_stdlib has no fields"),
+        ("data.on_corrupt=ignore", "data.on_corrupt='ignore' is not one of stop, skip"),
     ],
 )
 def test_check_says_which_field_is_wrong(overrides, message):
-    config = apply_override(Config(), overrides)
     with pytest.raises(UserError) as error:
-        check(config)
+        check(apply_override(Config(), overrides))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"cache": "there"}, "data.cache=there is for text, and data.source=tokens has none"),
+        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and data.source=tokens has none"),
+        ({"prompt_key": "q"}, "data.source=tokens has no fields"),
+    ],
+)
+def test_fields_for_text_are_not_ignored_beside_tokens(field, message):
+    with pytest.raises(UserError) as error:
+        check(Config(data=DataConfig(source="tokens", paths=("a.bin",), **field)))
     assert message in str(error.value)
 
 

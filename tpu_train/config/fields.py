@@ -52,11 +52,43 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.model_dim // self.num_heads
 
 
+SourceName = Literal["python_stdlib", "text", "jsonl", "parquet", "array_record", "tokens"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+    """One source of data.mixture; its fields are those of `DataConfig`."""
+
+    name: str
+    source: SourceName
+    paths: tuple[str, ...] = ()
+    # Its share of the tokens, against the others' weights. Points of (step, weight) are joined by straight lines.
+    weight: float | tuple[tuple[int, float], ...] = 1.0
+    text_key: str = "text"
+    prompt_key: str = ""
+
+
+def points_of(source: MixtureSource) -> tuple[tuple[int, float], ...]:
+    """The (step, weight) points of a source's weight."""
+    return source.weight if isinstance(source.weight, tuple) else ((0, source.weight),)
+
+
+def weight_at(source: MixtureSource, step: float) -> float:
+    """A source's weight at a step: between two points on the line that joins them, outside as at the nearest."""
+    points = points_of(source)
+    after = next((i for i, (at, _) in enumerate(points) if at >= step), len(points))
+    if after in (0, len(points)):
+        return points[min(after, len(points) - 1)][1]
+    (a, low), (b, high) = points[after - 1], points[after]
+    return low + (high - low) * (step - a) / (b - a)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "array_record"] = "python_stdlib"
+    source: SourceName = "python_stdlib"
     paths: tuple[str, ...] = ()  # files or globs; none for python_stdlib
-    text_key: str = "text"  # the field of a JSONL line that holds the text
+    text_key: str = "text"  # the field of a JSONL line, or column of a Parquet file, that holds the text
+    prompt_key: str = ""  # the field that stands before the text and is not trained on; empty: none
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
     seq_len: int = 256
     batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches
@@ -64,6 +96,10 @@ class DataConfig:
     validation_fraction: float = 0.05  # of the documents; never trained on
     seed: int = 0  # order of the documents
     workers: int = 0  # processes that read and tokenize; 0: a thread of this one
+    # A folder for tokens, made at first use and read from then on; empty: none. Compressed files and Parquet need it.
+    cache: str = ""
+    mixture: tuple[MixtureSource, ...] = ()  # sources by weight, in place of source, paths and keys
+    on_corrupt: Literal["stop", "skip"] = "stop"  # what can't be read ends the run, or is named, counted, left out
 
 
 @dataclasses.dataclass(frozen=True)
