@@ -1,5 +1,7 @@
 """Whole runs whose checkpoints are damaged, whose folder goes away, or that keep the best."""
 
+import shutil
+
 import numpy as np
 import test_train
 from test_train import losses, run, saved_arrays, saved_steps, steps_logged
@@ -57,3 +59,23 @@ def test_damage_to_the_newest_checkpoint_costs_only_the_steps_since_the_one_befo
         np.testing.assert_array_equal(state[name], wanted[name], err_msg=name)
     assert saved_steps(config_of().run.workdir) == [4, 8]
     assert saved_arrays(config_of().run.workdir, 8)
+
+
+def test_first_weights_come_from_another_run_and_only_once(config_of, capsys, tmp_path):
+    first = config_of("run.steps=4", f"run.workdir={tmp_path / 'first'}")
+    assert run(first) == 0
+    made = config_of("run.steps=4", f"run.init_from={tmp_path}/first@4", "checkpoint.every_steps=2", "data.seed=1")
+    assert run(made) == 0
+    assert f"initial weights: step 4 of {tmp_path}/first; optimizer and data start anew" in capsys.readouterr().out
+    first_loss, fresh_loss = losses(made.run.workdir)[1][0], losses(first.run.workdir)[1][0]
+    assert first_loss < fresh_loss - 0.01
+    wanted = losses(made.run.workdir)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "first")
+    assert run(made) == 0
+    said = capsys.readouterr().out
+    assert "initial weights" not in said
+    assert f"continuing from step 2 in {made.run.workdir}" in said
+    assert {step: found[:2] for step, found in losses(made.run.workdir).items()} == {
+        step: found[:2] for step, found in wanted.items()
+    }

@@ -146,7 +146,7 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return init_state(config, compute)
+        return _first_state(config, compute)
     checkpoint.refuse_other_run(checkpoints.saved_config(step), config, checkpoints.directory.parent)
     if step > config.run.steps:
         raise UserError(
@@ -158,6 +158,14 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
     else:
         say(f"continuing from step {step} in {config.run.workdir}")
     return checkpoints.restore(step, abstract_state(config, compute), batches)
+
+
+def _first_state(config: Config, compute: precision.Compute) -> TrainState:
+    if not config.run.init_from:
+        return init_state(config, compute)
+    model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
+    say(line)
+    return dataclasses.replace(init_state(config, compute), model=model)
 
 
 def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Compute, state: TrainState) -> None:

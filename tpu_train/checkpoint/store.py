@@ -189,9 +189,16 @@ class Checkpoints:
 
     def saved_config(self, step: int) -> Config:
         """The config that `step` was saved with."""
-        with self._load_errors(step):
+        with self.load_errors(step):
             values = ocp.load_checkpointables(self.directory / str(step), {"config": None})["config"]
         return config_lib.from_dict(values)
+
+    def arrays(self, step: int) -> dict[str, Any]:
+        """Flat name: shape and dtype, of the state at `step`."""
+        saved = ocp.metadata(self.directory / str(step)).metadata
+        if saved is None:
+            raise ValueError("its arrays are damaged")
+        return saved
 
     def restore(self, step: int, abstract_state: Any, data: Any = None) -> Any:
         """The state at `step`, sharded as `abstract_state` says; sets `data`, a batch iterator, to its position.
@@ -199,11 +206,8 @@ class Checkpoints:
         Raises UserError if the checkpoint's arrays are not those of `abstract_state` by name, shape or dtype.
         """
         flat, folder = to_flat(abstract_state), self.directory / str(step)
-        with self._load_errors(step):
-            saved = ocp.metadata(folder).metadata
-            if saved is None:
-                raise ValueError("its arrays are damaged")
-            check_same_arrays(flat, saved, folder)
+        with self.load_errors(step):
+            check_same_arrays(flat, self.arrays(step), folder)
             if data is not None:
                 set_position(data, folder)
             loaded = ocp.load_checkpointables(folder, {"state": flat})["state"]
@@ -265,7 +269,8 @@ class Checkpoints:
             ) from error
 
     @contextlib.contextmanager
-    def _load_errors(self, step: int) -> Iterator[None]:
+    def load_errors(self, step: int) -> Iterator[None]:
+        """Makes one line of what Orbax raises while it reads `step`."""
         try:
             yield
         except Exception as error:
