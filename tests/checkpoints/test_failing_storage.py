@@ -59,7 +59,7 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_next_step(opened, sa
     with no_large_files():
         save(opened, 2, random_state(2))
         with pytest.raises(
-            SaveFailed, match=r"^saving step 2 in .*File too large.*; kept: checkpoint of step 1$"
+            SaveFailed, match=r"^saving step 2 in .*: \[Errno 27\] File too large; kept: checkpoint of step 1$"
         ) as failed:
             until_told(2, opened)
     assert failed.value.by_storage

@@ -1,5 +1,6 @@
 """A save that failed: what is said of it, and whether its storage was the reason."""
 
+import os
 import re
 import sys
 
@@ -19,8 +20,10 @@ class SaveFailed(Exception):
         self.by_storage = by_storage
 
 
-def first_line(error: Exception) -> str:
-    """Of its message."""
+def reason(error: Exception) -> str:
+    """The first line of its message; of TensorStore's long ones the system's own error."""
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return f"[Errno {found[1]}] {os.strerror(int(found[1]))}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

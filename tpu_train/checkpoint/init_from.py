@@ -30,7 +30,7 @@ def initial_model(source: str, abstract_model: Any) -> tuple[Any, str]:
         step = checkpoints.find(int(at) if at else None)
         wanted = to_flat({"model": abstract_model})
         with checkpoints.load_errors(step):
-            saved = {name: x for name, x in checkpoints.arrays(step).items() if name.startswith("model.")}
+            saved = {name: x for name, x in checkpoints.shapes(step).items() if name.startswith("model.")}
             _refuse_another_model(saved, wanted, checkpoints.directory / str(step))
             context = ocp.Context()
             context.pytree.loading.partial_load = True  # of the state: no moments, no step

@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from tpu_train import config as config_lib
 from tpu_train import processes
 from tpu_train.checkpoint import manifest
-from tpu_train.checkpoint.errors import SaveFailed, first_line, is_of_storage, warn
+from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason, warn
 from tpu_train.checkpoint.policies import Kept
 from tpu_train.checkpoint.restore import check_same_arrays, for_writing, set_position, to_flat
 from tpu_train.config import Config, UserError
@@ -193,7 +193,7 @@ class Checkpoints:
             values = ocp.load_checkpointables(self.directory / str(step), {"config": None})["config"]
         return config_lib.from_dict(values)
 
-    def arrays(self, step: int) -> dict[str, Any]:
+    def shapes(self, step: int) -> dict[str, Any]:
         """Flat name: shape and dtype, of the state at `step`."""
         saved = ocp.metadata(self.directory / str(step)).metadata
         if saved is None:
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         flat, folder = to_flat(abstract_state), self.directory / str(step)
         with self.load_errors(step):
-            check_same_arrays(flat, self.arrays(step), folder)
+            check_same_arrays(flat, self.shapes(step), folder)
             if data is not None:
                 set_position(data, folder)
             loaded = ocp.load_checkpointables(folder, {"state": flat})["state"]
@@ -264,7 +264,7 @@ class Checkpoints:
                 # What is half written would keep a full disk full.
                 shutil.rmtree(self.directory / f"{step}{_UNFINISHED}", ignore_errors=True)
             raise SaveFailed(
-                f"saving step {step} in {self.directory} failed: {first_line(error)}; {self.kept()}",
+                f"saving step {step} in {self.directory} failed: {reason(error)}; {self.kept()}",
                 by_storage=is_of_storage(error),
             ) from error
 
@@ -280,5 +280,5 @@ class Checkpoints:
             if cause is not None:  # Orbax wraps what a data iterator raises
                 raise cause from None
             raise UserError(
-                f"{self.directory / str(step)} can't be read: {first_line(error)}; move it away to use an older one"
+                f"{self.directory / str(step)} can't be read: {reason(error)}; move it away to use an older one"
             ) from error
