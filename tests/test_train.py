@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_train import config, mesh, metrics, precision, train, train_step
-from tpu_train.checkpoint import Checkpoints
+from tpu_train.checkpoint import Checkpoints, Saver
 from tpu_train.report import Reporter
 from tpu_train.train_step import abstract_state, make_train_step
 
@@ -304,11 +304,21 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
             self.step = step
 
     class Checkpoint:
+        is_saving = False
+
         def save(self, step, *parts):
             events.append(f"save {step}")
+            self.is_saving = True
 
         def wait(self):
             events.append("wait")
+            self.is_saving = False
+
+        def poll(self):
+            return False
+
+        def is_best(self, loss):
+            return False
 
     monkeypatch.setattr(Reporter, "_fetch", note_fetch)
     monkeypatch.setattr(train.Run, "_next_batch", lambda run: None)
@@ -316,7 +326,8 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
     monkeypatch.setattr(train, "_is_finite", lambda state: True)
     made = config_of("run.steps=5", "run.eval_every=3", "checkpoint.every_steps=3")
     reporter = Reporter(made, one_device, 0, 0.0)
-    looping = train.Run(made, one_device, step, None, iter(()), None, Checkpoint(), reporter, train.Stop())
+    saving = Saver(Checkpoint(), made.checkpoint)
+    looping = train.Run(made, one_device, step, None, iter(()), None, saving, reporter, train.Stop())
     assert looping.loop(State(0)).step == 5
     reporter.close()
     assert events == [

@@ -121,10 +121,11 @@ _POSITIVE = {
     "attention_soft_cap logit_soft_cap scan_unroll",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
-    "checkpoint": "every_steps keep_last",
+    "checkpoint": "keep_last stop_seconds",
     "run": "steps log_every eval_every eval_batches",
 }
 _NOT_NEGATIVE = {
+    "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",
     "run": "sample_tokens seed",

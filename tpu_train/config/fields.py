@@ -136,13 +136,19 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = 100
+    every_steps: int = 100  # 0: by time only; the last step is always saved
+    every_minutes: float = 0.0  # on process 0's clock, from the start or the last save; 0: by steps only
     keep_last: int = 3
+    keep_every: int = 0  # those at a multiple of so many steps are kept for good; 0: none
+    keep_best: int = 0  # so many with the lowest validation loss, saved when they are found
+    retry_minutes: float = 10.0  # how long to train on and try again when storage refuses a save; 0: stop at once
+    stop_seconds: float = 120.0  # how long the last save may take after SIGTERM or Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     workdir: str = ""  # empty: runs/<name of the config file>
+    init_from: str = ""  # another run's workdir, or WORKDIR@STEP: its weights are this run's first, nothing else of it
     steps: int = 100
     seed: int = 0  # initial weights and sampling
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
