@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 240  # of the runs in child processes
 CHILD = ("data.source=python_stdlib", "data.paths=", f"run.steps={STEPS}", "run.eval_every=120", "optim.peak_lr=1e-2")
 CHILD += ("checkpoint.every_steps=25", "run.sample_tokens=20")
-KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu"]
+KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu", "skipped"]
 
 
 @pytest.fixture(scope="session")

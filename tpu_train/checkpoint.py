@@ -179,6 +179,10 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         "run.log_every",
         "run.eval_every",
         "run.eval_batches",
+        "run.max_skipped",
+        # These begin or end where the run goes on: see train_step.with_features.
+        "run.spike_factor",
+        "optim.ema_decay",
     )
     for name, now, then in config_lib.differences(config, saved):
         if name in may_change or name.startswith(("mesh.", "checkpoint.", "run.sample")):

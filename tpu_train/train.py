@@ -24,7 +24,15 @@ from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
 from tpu_train.sharding import SPECS
-from tpu_train.train_step import TrainState, abstract_state, batch_names, init_state, trace_step
+from tpu_train.train_step import (
+    TrainState,
+    abstract_state,
+    batch_names,
+    best_model,
+    init_state,
+    trace_step,
+    with_features,
+)
 
 
 def train(config: Config, start_time: float) -> int:
@@ -120,6 +128,8 @@ class Run:
             saving = step % self.config.checkpoint.every_steps == 0 or step == run.steps or stopping
             if evaluating or saving:
                 self.reporter.fetch()
+                # Weights from before a row of skipped steps may be its cause, and keep_last would drop better ones.
+                saving &= not self.reporter.skipped_in_row or step == run.steps or stopping
                 with self.reporter.pause():
                     if evaluating:
                         self.reporter.validation_loss = self._evaluate(state)
@@ -146,7 +156,8 @@ class Run:
         }
 
     def _evaluate(self, state: TrainState) -> float:
-        return evaluate(self.eval_step, state.model, self.validation, self.mesh, self.config.run.eval_batches)
+        model = best_model(state)
+        return evaluate(self.eval_step, model, self.validation, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState) -> None:
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
@@ -191,7 +202,8 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
     step = checkpoints.latest()
     if step is None:
         return init_state(config, compute)
-    checkpoint.refuse_other_run(checkpoints.saved_config(step), config, checkpoints.directory.parent)
+    saved = checkpoints.saved_config(step)
+    checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
         raise UserError(
             f"{checkpoints.directory.parent} is at step {step}, past run.steps={config.run.steps}; raise run.steps or "
@@ -201,7 +213,12 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
         say(f"the run in {config.run.workdir} is complete at step {step}; a higher run.steps would continue it")
     else:
         say(f"continuing from step {step} in {config.run.workdir}")
-    return checkpoints.restore(step, abstract_state(config, compute), batches)
+    there = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, ema_decay=saved.optim.ema_decay),
+        run=dataclasses.replace(config.run, spike_factor=saved.run.spike_factor),
+    )
+    return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
 
 
 def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Compute, state: TrainState) -> None:
@@ -213,11 +230,13 @@ def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Comput
     say(f"weights float32, compute {compute.dtype}{reason}")
     tokens = config.data.batch_size * config.data.seq_len
     say(f"parameters: {num_params(state.model):,}, tokens per step: {tokens:,}")
+    if state.average is not None:
+        say(f"validation and samples: of the weights' moving average (optim.ema_decay={config.optim.ema_decay})")
 
 
 def _say_sample(config: Config, state: TrainState, tokenizer: data.Tokenizer, compute: precision.Compute) -> None:
     text = generate.sample_text(
-        *(state.model, tokenizer, config.run.sample_prompt, compute),
+        *(best_model(state), tokenizer, config.run.sample_prompt, compute),
         num_tokens=config.run.sample_tokens,
         temperature=0.8,
         seed=config.run.seed,

@@ -74,6 +74,10 @@ def _check_optim(config: Config) -> None:
         value = getattr(optim, name)
         if not 0 <= value <= 1 or (name in ("b1", "b2") and value == 1):
             raise UserError(f"optim.{name} is {value}; it must lie between 0 and 1")
+    if optim.ema_decay is not None and not 0 < optim.ema_decay < 1:
+        raise UserError(f"optim.ema_decay is {optim.ema_decay}; it must lie between 0 and 1, or be none")
+    if config.run.spike_factor is not None and config.run.spike_factor <= 1:
+        raise UserError(f"run.spike_factor is {config.run.spike_factor}; it must be above 1, or none")
 
 
 _POSITIVE = {
@@ -87,7 +91,7 @@ _POSITIVE = {
 _NOT_NEGATIVE = {
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",
-    "run": "sample_tokens seed",
+    "run": "sample_tokens seed max_skipped",
 }
 
 
