@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_train import devices, metrics, report
+from tpu_train import devices, goodput, metrics, report, watchdog
 from tpu_train.config import Config, DataConfig, ModelConfig, RunConfig
 from tpu_train.report import Reporter, RunFailed
 
@@ -25,6 +25,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(goodput, "time", clock)
     return clock
 
 
@@ -40,7 +41,8 @@ def reporter_of(tmp_path):
             data=DataConfig(seq_len=4),
             run=RunConfig(workdir=str(tmp_path), steps=100, **{"log_every": 1, **run}),
         )
-        opened.append(Reporter(config, mesh or jax.sharding.get_mesh(), step, start_time=1000.0))
+        clock = goodput.Clock(1000.0, watchdog.Watchdog(None))
+        opened.append(Reporter(config, mesh or jax.sharding.get_mesh(), step, 1000.0, clock))
         return opened[-1]
 
     yield make

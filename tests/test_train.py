@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tpu_train import config, mesh, metrics, precision, train, train_step
+from tpu_train import config, goodput, mesh, metrics, precision, train, train_step, watchdog
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.report import Reporter
 from tpu_train.train_step import abstract_state, make_train_step
@@ -320,8 +320,9 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
     monkeypatch.setattr(train.Run, "_evaluate", lambda run, state: events.append("evaluate") or 1.0)
     monkeypatch.setattr(train, "_is_finite", lambda state: True)
     made = config_of("run.steps=5", "run.eval_every=3", "checkpoint.every_steps=3")
-    reporter = Reporter(made, one_device, 0, 0.0)
-    looping = train.Run(made, one_device, step, None, iter(()), None, Checkpoint(), reporter, train.Stop())
+    clock = goodput.Clock(0.0, watchdog.Watchdog(None))
+    reporter = Reporter(made, one_device, 0, 0.0, clock)
+    looping = train.Run(made, one_device, step, None, iter(()), None, Checkpoint(), reporter, train.Stop(), clock)
     assert looping.loop(State(0)).step == 5
     reporter.close()
     assert events == [

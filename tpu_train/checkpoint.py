@@ -180,6 +180,7 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         "run.eval_every",
         "run.eval_batches",
         "run.max_skipped",
+        "run.hang_seconds",
         # These begin or end where the run goes on: see train_step.with_features.
         "run.spike_factor",
         "optim.ema_decay",

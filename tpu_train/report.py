@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpu_train import chart, devices, metrics
+from tpu_train import chart, devices, goodput, metrics
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
@@ -31,12 +31,14 @@ class Reporter:
     `pause` is not counted, nor is the first step, which compiles.
     """
 
-    def __init__(self, config: Config, mesh: jax.sharding.Mesh, step: int, start_time: float):
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh, step: int, start_time: float, clock: goodput.Clock):
         self.validation_loss: float | None = None
         self.last_good = step or None  # the newest checkpoint
         self.skipped_in_row = 0  # since the start of this process; a float16 step that overflowed is not one
-        self._config, self._start_time = config, start_time
-        self._writer = metrics.MetricsWriter(Path(config.run.workdir), step) if jax.process_index() == 0 else None
+        self._config, self._start_time, self._clock = config, start_time, clock
+        workdir, speaks = Path(config.run.workdir), jax.process_index() == 0
+        self._writer = metrics.MetricsWriter(workdir, step) if speaks else None
+        self._ledger = goodput.Ledger(workdir, step) if speaks else None
         self._flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
         peak = devices.peak_flops(mesh.devices.flat[0].device_kind)
         self._peak_flops = None if peak is None else peak * mesh.devices.size
@@ -49,6 +51,7 @@ class Reporter:
 
     def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
         """Reports the step before this one and takes this one's metrics, without waiting for them."""
+        self._clock.dispatched(values)
         previous, self._pending = self._pending, (step, values)
         if previous is not None:
             self._fetch(*previous)
@@ -83,7 +86,10 @@ class Reporter:
         line["skipped"] = int(values["skipped"])
         if validation_loss is not None:
             line["validation_loss"] = validation_loss
-        if self._writer is not None:
+        self._clock.settle()
+        if self._writer is not None and self._ledger is not None:
+            line["goodput"] = round(self._ledger.goodput(self._clock.seconds), 4)
+            self._ledger.write(step, self._clock.seconds)
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
@@ -97,6 +103,19 @@ class Reporter:
             f"{what}; kept: {kept} in {self._config.run.workdir}; tpu-train blame --workdir={self._config.run.workdir} "
             "names the first bad tensor; try a lower optim.peak_lr or more optim.warmup_steps"
         )
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is on its way: from there a next start would go on."""
+        self.last_good = step
+        self._clock.settle(all_done=True)
+        if self._ledger is not None:
+            self._ledger.write(step, self._clock.seconds)
+
+    def say_time(self) -> None:
+        """Where the time went; the last line of a run's own."""
+        self._clock.settle(all_done=True)
+        if self._ledger is not None and self._first_step <= self._config.run.steps:
+            say(f"time: {self._ledger.summary(self._clock.seconds)}")
 
     def close(self) -> None:
         """Closes the files."""

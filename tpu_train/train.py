@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, precision, processes
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -41,6 +41,7 @@ def train(config: Config, start_time: float) -> int:
     `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
     """
     workdir = Path(config.run.workdir)
+    clock = goodput.Clock(start_time, watchdog.Watchdog(config.run.hang_seconds, processes.name()))
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh))
@@ -50,21 +51,26 @@ def train(config: Config, start_time: float) -> int:
     # The first step waits for this longest: XLA works on it while the state and the checkpoints get ready.
     compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(clock))
         stack.enter_context(contextlib.closing(batches))
         checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))
         stop = stack.enter_context(stop_signals())
         if jax.process_count() > 1:
             stop.agreement = processes.Agreement(mesh)
+        clock.enter("restore")
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
+        clock.enter("compile")
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
             checkpoints,
-            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time))),
+            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
+            clock,
         )
         state = run.loop(state)
+        run.reporter.say_time()
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
@@ -114,12 +120,15 @@ class Run:
     checkpoints: checkpoint.Checkpoints
     reporter: Reporter
     stop: Stop
+    clock: goodput.Clock
 
     def loop(self, state: TrainState) -> TrainState:
         """Steps until the last one or a stop signal; either way the state returned is saved."""
         run = self.config.run
         for step in range(int(state.step) + 1, run.steps + 1):
+            self.clock.enter("data", step)
             batch = self._next_batch()  # outside: over several processes its transfer counts as an implicit one
+            self.clock.enter("step")
             with jax.transfer_guard("disallow"):
                 state, values = self.train_step(state, batch)
             self.reporter.dispatched(step, values)
@@ -132,13 +141,18 @@ class Run:
                 saving &= not self.reporter.skipped_in_row or step == run.steps or stopping
                 with self.reporter.pause():
                     if evaluating:
+                        self.clock.enter("eval")
                         self.reporter.validation_loss = self._evaluate(state)
                     if saving:
+                        self.clock.enter("save")
                         self._save(step, state)
+                self.clock.enter("other")
                 self.reporter.log()
             if stopping:
                 break
+        self.clock.enter("save")
         self.checkpoints.wait()
+        self.clock.enter("other")
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
@@ -156,15 +170,15 @@ class Run:
         }
 
     def _evaluate(self, state: TrainState) -> float:
-        model = best_model(state)
-        return evaluate(self.eval_step, model, self.validation, self.mesh, self.config.run.eval_batches)
+        batches = map(self.clock.alive, self.validation)
+        return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState) -> None:
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
         self.checkpoints.save(step, state, self.batches, self.config)
-        self.reporter.last_good = step
+        self.reporter.saved(step)
 
 
 @jax.jit

@@ -86,7 +86,7 @@ _POSITIVE = {
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
     "checkpoint": "every_steps keep_last",
-    "run": "steps log_every eval_every eval_batches",
+    "run": "steps log_every eval_every eval_batches hang_seconds",
 }
 _NOT_NEGATIVE = {
     "data": "workers seed",

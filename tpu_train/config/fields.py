@@ -119,6 +119,9 @@ class RunConfig:
     max_skipped: int = 3
     # A spike: a gradient norm of more than so many times the median of the last 64 updates'. 5 to 10 is usual.
     spike_factor: float | None = None  # None: nothing is a spike
+    # A step, a validation batch or a save that takes longer ends the process with its threads' stacks and exit code 75;
+    # until the first step four times that.
+    hang_seconds: float | None = 1800.0  # None: never
     sample_tokens: int = 200
     sample_prompt: str = "def "
 
