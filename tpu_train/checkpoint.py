@@ -125,6 +125,20 @@ class Checkpoints:
         leaves = [loaded[name] for name in flat]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
+    def arrays(self, step: int) -> dict[str, jax.Array]:
+        """The state at `step` by name, whole on one device whatever mesh it was saved from: to look at."""
+        with self._load_errors(step):
+            saved = self._orbax.metadata(step).metadata
+            if saved is None:
+                raise ValueError("its arrays are damaged")
+            one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in saved.items()}
+            return self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+
+    def steps(self) -> list[int]:
+        """The complete steps, in order."""
+        return self._steps()
+
     def _steps(self) -> list[int]:
         return sorted(c.step for c in self._orbax.checkpoints if self._is_complete(c.step))
 
@@ -180,6 +194,7 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         "run.eval_every",
         "run.eval_batches",
         "run.max_skipped",
+        "run.deterministic",
         "run.hang_seconds",
         # These begin or end where the run goes on: see train_step.with_features.
         "run.spike_factor",

@@ -111,6 +111,9 @@ class RunConfig:
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    # The same numbers from the same command on the same devices. On a GPU kernels that add in any order, or that are
+    # chosen by measuring, give way to slower ones; CPUs and TPUs always do.
+    deterministic: bool = False
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 8
