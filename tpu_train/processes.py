@@ -90,6 +90,12 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
+def name() -> str:
+    """How this process calls itself in an error."""
+    count = jax.process_count()
+    return "this process" if count == 1 else f"process {jax.process_index()} of {count}"
+
+
 def _index(address: str, count: int) -> int:
     if not re.fullmatch(r"[^:]+:\d{1,5}", address):
         raise UserError(f"TPU_TRAIN_COORDINATOR={address} must be HOST:PORT")
