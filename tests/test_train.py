@@ -342,11 +342,6 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
     ]
 
 
-def test_the_last_step_is_saved_once_when_it_is_one_to_save_anyway(config_of):
-    assert run(config_of("run.steps=8", "checkpoint.every_steps=4")) == 0
-    assert saved_steps(config_of().run.workdir) == [4, 8]
-
-
 def test_a_relative_workdir_works(config_of, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     made = config_of("run.workdir=here/run")
