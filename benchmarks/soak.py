@@ -9,18 +9,20 @@ fault, drawn at random; what it left behind is continued until the run is comple
 - lost: a start that nothing disturbed failed, or the run came to an end without its last step;
 - silent: the run completed with another loss or weight. There must be none.
 
-Prints a table of them by fault, and exits with 1 if any is not survived. Processes are forked from one that has imported
-the program, so that a start takes little more than its work; with --processes each run is several processes of their
-own, which takes longer. It needs Linux.
+Prints a table of them by fault, and exits with 1 if any is not survived. Processes are forked from one that has
+imported the program, so that a start takes little more than its work; with --processes each run is several processes of
+their own, which takes longer. It needs Linux.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -30,8 +32,15 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY = 120, 20
@@ -232,8 +241,12 @@ def damage(start: Start, draw: random.Random, change: Callable[[bytes], bytes]) 
     return True
 
 
-def train(arguments: list[str], log: Path, seed: int | None) -> None:
+def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> None:
     """In a forked process: the command, its output in a file, under a clock that jumps if there is a seed for it."""
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}  # for processes that it starts
+    os.environ["XLA_FLAGS"] = re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", ""))
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -251,15 +264,12 @@ class Soak:
     def __init__(self, folder: Path, flags: list[str], seed: int):
         self._folder, self._flags, self._draw = folder, flags, random.Random(seed)
         (folder / "config.py").write_text(CONFIG)
-        # Read when jax is imported, which the server does once for all.
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tpu_train.train", "tensorboardX", "grain", "soak"])
+        self._context.set_forkserver_preload(["soak", "tpu_train.train", "tensorboardX", "grain"])
+        _start_server()
         whole = folder / "whole"
         self._finish(whole)
-        self._wanted = metrics(whole), final_arrays(whole)
+        self.wanted = metrics(whole), final_arrays(whole)
         self.tally: Counter[tuple[str, str]] = Counter()
         self.reasons: list[str] = []
 
@@ -274,7 +284,7 @@ class Soak:
             try:
                 for fault in self._one_run(workdir, waiting):
                     suffered[fault] += 1
-                outcome = self._compare(workdir)
+                outcome = self.compare(workdir)
             except Lost as lost:
                 outcome = f"lost: {lost}"
             if outcome != "survived":
@@ -307,7 +317,7 @@ class Soak:
         log = workdir.with_suffix(".log")
         log.unlink(missing_ok=True)
         resumes = bool(checkpoints(workdir))
-        process = self._context.Process(target=train, args=(arguments, log, clock_seed))
+        process = self._context.Process(target=train, args=(arguments, log, self._folder / "compiled", clock_seed))
         process.start()
         return Start(process, workdir, log, time.monotonic(), resumes)
 
@@ -318,18 +328,29 @@ class Soak:
         if start.process.exitcode != 0 or not complete(workdir):
             raise Lost(f"an undisturbed start ended with {start.process.exitcode}: {start.text[-400:]}")
 
-    def _compare(self, workdir: Path) -> str:
-        lines, arrays = self._wanted
-        numbers = [
-            [{name: line[name] for name in ("step", "loss", "grad_norm")} for line in run]
-            for run in (lines, metrics(workdir))
-        ]
-        if numbers[0] != numbers[1]:
-            parted = next((a, b) for a, b in zip(*numbers, strict=False) if a != b)
-            return f"silent: {parted[1]} where the undisturbed run has {parted[0]}"
-        got = final_arrays(workdir)
-        differ = [name for name, value in arrays.items() if got.get(name) != value]
-        return f"silent: {differ[0]} differs" if differ or got.keys() != arrays.keys() else "survived"
+    def compare(self, workdir: Path) -> str:
+        lines, arrays = self.wanted
+        for wanted, got in itertools.zip_longest(map(_numbers, lines), map(_numbers, metrics(workdir))):
+            if wanted != got:
+                return f"silent: {got} where the undisturbed run has {wanted}"
+        found = final_arrays(workdir)
+        differ = [name for name in arrays | found if found.get(name) != arrays.get(name)]
+        return f"silent: {differ[0]} differs" if differ else "survived"
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same in every run; times do not."""
+    return {name: line.get(name) for name in ("step", "loss", "grad_norm", "validation_loss")}
+
+
+def _start_server() -> None:
+    """The process that others are forked from; what it imports it finds by PYTHONPATH alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
 def complete(workdir: Path) -> bool:
@@ -339,10 +360,6 @@ def complete(workdir: Path) -> bool:
 
 def final_arrays(workdir: Path) -> dict[str, bytes]:
     """The arrays of the last checkpoint, as bytes."""
-    import jax
-    import numpy as np
-    from orbax.checkpoint import v1 as ocp
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sharding info not provided")
         saved = ocp.load_checkpointables(workdir / "checkpoints" / str(STEPS), {"state": None})["state"]
