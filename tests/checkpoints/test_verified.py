@@ -97,13 +97,22 @@ def test_any_flipped_bit_is_found(two_saved, tmp_path_factory, draw):
         manifest.check(copy)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "7", '{"format": 2}', '{"format": 2, "files": {"a": 1}}'])
+BAD = ["", "{", "[]", "7", '{"format": 2}', {"format": 2, "files": {"a": 1}}, {"format": 2, "files": {"a": [1, 2, 3]}}]
+
+
+@pytest.mark.parametrize("content", [None, "flip", *BAD])
 def test_a_checkpoint_without_a_good_manifest_is_a_torn_one(two, content, capsys):
     path = two / "checkpoints" / "2" / "manifest.json"
-    path.unlink() if content is None else path.write_text(content)
+    if content is None:
+        path.unlink()
+    elif content == "flip":
+        path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    else:
+        sealed = isinstance(content, dict) and json.dumps(content | {"checksum": manifest._checksum(content)})
+        path.write_text(sealed or content)
     with Checkpoints(two, keep_last=None) as checkpoints:
         assert checkpoints.latest() == 1
-    assert "checkpoints/2 is damaged and skipped: manifest.json is" in capsys.readouterr().err
+    assert "checkpoints/2 is damaged and skipped: manifest.json " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"custom_metadata": 7, "item_handlers": {"state": "os.system"}}'])
@@ -142,6 +151,22 @@ def test_a_damaged_newer_step_makes_room_when_training_reaches_it_again(two, sav
         np.testing.assert_array_equal(restored(checkpoints, 2), np.full(4, 20.0))
 
 
+@pytest.mark.parametrize("name", ["3.unfinished.orbax-checkpoint-tmp", "3.unfinished", "3.orbax-checkpoint-tmp"])
+def test_what_a_killed_save_leaves_is_no_checkpoint_and_goes_at_the_next_start(two, save, name):
+    folder = two / "checkpoints"
+    shutil.copytree(folder / "2", folder / name)
+    with Checkpoints(two, keep_last=None) as checkpoints:
+        assert checkpoints.latest() == 2
+        with pytest.raises(UserError, match="no checkpoint of step 3; it has 1, 2"):
+            checkpoints.find(3)
+    assert (folder / name / "manifest.json").exists()
+    with Checkpoints(two, keep_last=2) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert not (folder / name).exists()
+        save(checkpoints, 3)
+    assert steps_in(two) == [2, 3]
+
+
 def test_a_good_checkpoint_of_that_step_is_not_written_again(two, save):
     with Checkpoints(two, keep_last=2) as checkpoints:
         save(checkpoints, 2, state_of(20))
@@ -158,7 +183,9 @@ def test_damaged_ones_are_not_counted_among_those_kept(two, save):
 
 def test_a_newer_format_is_refused_in_one_line(two):
     path = two / "checkpoints" / "2" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    content = json.loads(path.read_text()) | {"format": 3}
+    del content["checksum"]
+    path.write_text(json.dumps(content | {"checksum": manifest._checksum(content)}))
     with pytest.raises(UserError, match=r"checkpoints/2 is of format 3, this version reads formats up to 2; take a"):
         Checkpoints(two, keep_last=2)
 

@@ -28,9 +28,9 @@ class Damaged(Exception):
 def write(folder: Path, validation_loss: float | None) -> None:
     """Writes FOLDER/manifest.json over all files that are there, to disk and not only to its cache."""
     files = {name: [size, checksum] for name, size, checksum in map(_measure(folder), sorted(_names(folder)))}
-    text = json.dumps({"format": FORMAT, "validation_loss": validation_loss, "files": files})
+    content = {"format": FORMAT, "validation_loss": validation_loss, "files": files}
     with (folder / FILE_NAME).open("w") as file:
-        file.write(text)
+        file.write(json.dumps(content | {"checksum": _checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -49,12 +49,15 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads((folder / FILE_NAME).read_bytes())
-        version, files = manifest["format"], {name: tuple(found) for name, found in manifest["files"].items()}
+        if manifest.pop("checksum") != _checksum(manifest):
+            raise Damaged(f"{FILE_NAME} has another checksum than was saved")
+        version, files = manifest["format"], manifest["files"]
+        sizes = {name: size for name, (size, _) in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{FILE_NAME} is no manifest") from None
     if version != FORMAT:
         raise UserError(f"{folder} is of format {version}, this version reads formats up to {FORMAT}; take a newer one")
-    for name, (size, _) in files.items():
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file():
             raise Damaged(f"{name} is missing")
@@ -94,6 +97,10 @@ def _measure(folder: Path) -> Any:
         return name, size, checksum
 
     return measure
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _has_a_format(folder: Path) -> bool:

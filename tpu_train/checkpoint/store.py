@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from tpu_train import config as config_lib
 from tpu_train import processes
 from tpu_train.checkpoint import manifest
-from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason, warn
+from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason_of, warn
 from tpu_train.checkpoint.policies import Kept
 from tpu_train.checkpoint.restore import check_same_arrays, for_writing, set_position, to_flat
 from tpu_train.config import Config, UserError
@@ -57,7 +57,7 @@ class Checkpoints:
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if keep_last is not None and jax.process_index() == 0:
             for folder in self.directory.iterdir():
-                if re.fullmatch(rf"\d+({_UNFINISHED}|\.orbax-checkpoint-tmp).*", folder.name):
+                if re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> "Checkpoints":
@@ -103,13 +103,17 @@ class Checkpoints:
         if reason:
             raise UserError(f"{self.directory / str(step)} is damaged: {reason}")
         if step not in self._steps:
-            there = ", ".join(map(str, sorted(self._steps)))
+            there = ", ".join(map(str, self.steps()))
             raise UserError(f"{self.directory} has no checkpoint of step {step}; it has {there or 'none'}")
         return step
 
+    def steps(self) -> list[int]:
+        """The steps that are there and good as far as is known, in order."""
+        return sorted(self._steps)
+
     @property
     def newest(self) -> int | None:
-        """The newest step that is there and good as far as is known."""
+        """The newest of `steps` whose folder is still there."""
         return max((step for step in self._steps if (self.directory / str(step)).is_dir()), default=None)
 
     def kept(self) -> str:
@@ -254,7 +258,7 @@ class Checkpoints:
                 for half in self.directory.glob(f"{step}{_UNFINISHED}*"):
                     shutil.rmtree(half, ignore_errors=True)
             raise SaveFailed(
-                f"saving step {step} in {self.directory} failed: {reason(error)}; {self.kept()}",
+                f"saving step {step} in {self.directory} failed: {reason_of(error)}; {self.kept()}",
                 by_storage=is_of_storage(error),
             ) from error
 
@@ -270,5 +274,5 @@ class Checkpoints:
             if cause is not None:  # Orbax wraps what a data iterator raises
                 raise cause from None
             raise UserError(
-                f"{self.directory / str(step)} can't be read: {reason(error)}; move it away to use an older one"
+                f"{self.directory / str(step)} can't be read: {reason_of(error)}; move it away to use an older one"
             ) from error
