@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 240  # of the runs in child processes
 CHILD = ("data.source=python_stdlib", "data.paths=", f"run.steps={STEPS}", "run.eval_every=120", "optim.peak_lr=1e-2")
 CHILD += ("checkpoint.every_steps=25", "run.sample_tokens=20")
-KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu"]
+KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu", "skipped", "goodput"]
 
 
 @pytest.fixture(scope="session")
@@ -216,6 +216,7 @@ def test_sigterm_then_ctrl_c_then_a_kill_change_no_bit(start, whole, tmp_path):
     assert child.finish() == 0, f"killed after reading step {moment}, {left} were there: {child.err}"
     assert f"continuing from step {left[-1]} in {workdir}" in child.out.splitlines()
     assert_same_run(workdir, whole[1])
+    assert re.search(r"^time: \d.* over 4 starts, \d+\.\d% of it in steps; ", child.out, re.MULTILINE)
 
 
 def test_a_second_ctrl_c_stops_at_once(start):

@@ -79,3 +79,8 @@ def test_first_weights_come_from_another_run_and_only_once(config_of, capsys, tm
     assert {step: found[:2] for step, found in losses(made.run.workdir).items()} == {
         step: found[:2] for step, found in wanted.items()
     }
+
+
+def test_the_last_step_is_saved_once_when_it_is_one_to_save_anyway(config_of):
+    assert run(config_of("run.steps=8", "checkpoint.every_steps=4")) == 0
+    assert saved_steps(config_of().run.workdir) == [4, 8]

@@ -99,6 +99,7 @@ def format_progress(step: int, steps: int, values: Mapping[str, float | None], e
     shown = {
         "loss": lambda v: f"loss {v:.4f}",
         "validation_loss": lambda v: f"validation {v:.4f}",
+        "skipped": lambda v: f"skipped {v}" if v else None,
         "learning_rate": lambda v: f"lr {v:.1e}",
         "grad_norm": lambda v: f"grad {v:.2f}" if abs(v) < 1000 else f"grad {v:.1e}",
         "tokens_per_second": lambda v: f"{_with_unit(v)} tok/s",
@@ -106,7 +107,8 @@ def format_progress(step: int, steps: int, values: Mapping[str, float | None], e
         "mfu": lambda v: f"mfu {v:.1%}",
     }
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
-    parts += [form(value) for name, form in shown.items() if (value := values.get(name)) is not None]
+    told = [form(value) for name, form in shown.items() if (value := values.get(name)) is not None]
+    parts += [text for text in told if text is not None]
     if eta_seconds is not None and math.isfinite(eta_seconds):
         parts.append(f"eta {format_duration(eta_seconds)}")
     return "  ".join(parts)

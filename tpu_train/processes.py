@@ -90,6 +90,12 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
+def name() -> str:
+    """How this process calls itself in an error."""
+    count = jax.process_count()
+    return "this process" if count == 1 else f"process {jax.process_index()} of {count}"
+
+
 def _index(address: str, count: int) -> int:
     if not re.fullmatch(r"[^:]+:\d{1,5}", address):
         raise UserError(f"TPU_TRAIN_COORDINATOR={address} must be HOST:PORT")
@@ -102,10 +108,10 @@ def _index(address: str, count: int) -> int:
 def batch_share(mesh: Mesh) -> dict[str, int]:
     """Which part of each batch this process loads: {"process_index", "process_count"} for the data pipeline.
 
-    Processes whose devices hold the same rows (`tensor` goes across them) load the same part. Raises UserError where
-    two processes' devices hold overlapping rows that are not the same.
+    Processes whose devices hold the same rows (`context` or `tensor` goes across them) load the same part. Raises
+    UserError where two processes' devices hold overlapping rows that are not the same.
     """
-    shards = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    shards = mesh.devices.reshape(-1, mesh.shape["context"] * mesh.shape["tensor"])
     held: dict[int, set[int]] = {device.process_index: set() for device in mesh.devices.flat}
     for row, devices in enumerate(shards):
         for device in devices:
@@ -113,8 +119,8 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
     parts = sorted({tuple(sorted(rows)) for rows in held.values()})
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != len(shards):
         raise UserError(
-            f"mesh.tensor={mesh.shape['tensor']} splits rows of the batch unevenly over {len(held)} processes; take "
-            "one that divides the devices of a process, or that they divide"
+            f"mesh.context={mesh.shape['context']} x mesh.tensor={mesh.shape['tensor']} splits rows of the batch "
+            f"unevenly over {len(held)} processes; take sizes that divide the devices of a process, or that they divide"
         )
     mine = tuple(sorted(held[jax.process_index()]))
     return {"process_index": parts.index(mine), "process_count": len(parts)}

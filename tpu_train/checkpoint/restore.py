@@ -21,6 +21,14 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         "run.log_every",
         "run.eval_every",
         "run.eval_batches",
+        "run.max_skipped",
+        "run.deterministic",
+        "run.hang_seconds",
+        # These begin or end where the run goes on: see train_step.with_features.
+        "run.spike_factor",
+        "optim.ema_decay",
+        "data.workers",
+        "data.cache",  # where it is; the data position knows whether there is one, and what it holds
     )
     for name, now, then in config_lib.differences(config, saved):
         if name in may_change or name.startswith(("mesh.", "checkpoint.", "run.sample")):

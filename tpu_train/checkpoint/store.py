@@ -211,6 +211,19 @@ class Checkpoints:
         leaves = [loaded[name] for name in flat]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
+    def arrays(self, step: int) -> dict[str, jax.Array]:
+        """The state at `step` by name, whole on one device whatever mesh it was saved from: to look at."""
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        with self.load_errors(step):
+            wanted = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in self.shapes(step).items()
+            }
+            return ocp.load_checkpointables(self.directory / str(step), {"state": wanted})["state"]
+
+    def steps(self) -> list[int]:
+        """Those that are there and good as far as is known, in order."""
+        return sorted(self._steps)
+
     def _scan(self) -> None:
         """Sorts the folders named like steps by whether all their files are there; process 0's view is everybody's."""
         seen: dict[str, Any] = {}  # name: how it is damaged, or the validation loss as [loss]
