@@ -220,10 +220,6 @@ class Checkpoints:
             }
             return ocp.load_checkpointables(self.directory / str(step), {"state": wanted})["state"]
 
-    def steps(self) -> list[int]:
-        """Those that are there and good as far as is known, in order."""
-        return sorted(self._steps)
-
     def _scan(self) -> None:
         """Sorts the folders named like steps by whether all their files are there; process 0's view is everybody's."""
         seen: dict[str, Any] = {}  # name: how it is damaged, or the validation loss as [loss]
