@@ -124,6 +124,20 @@ def test_hostile_metadata_neither_stops_a_run_nor_is_read(two, save, content):
     assert steps_in(two) == [1, 2, 3]
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_none(two, monkeypatch):
+    read = Path.read_bytes
+
+    def late(path):
+        if path.name == "manifest.json" and path.parent.name == "1":
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", late)
+    with Checkpoints(two, keep_last=None) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert checkpoints.steps() == [2]
+
+
 def test_none_good_is_an_error_and_no_fresh_start(two):
     for step in (1, 2):
         flip(next((two / "checkpoints" / str(step) / "state" / "d").iterdir()))

@@ -53,16 +53,19 @@ def read(folder: Path) -> dict[str, Any] | None:
             raise Damaged(f"{FILE_NAME} has another checksum than was saved")
         version, files = manifest["format"], manifest["files"]
         sizes = {name: size for name, (size, _) in files.items()}
+    except OSError as error:
+        raise Damaged(f"{FILE_NAME} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{FILE_NAME} is no manifest") from None
     if version != FORMAT:
         raise UserError(f"{folder} is of format {version}, this version reads formats up to {FORMAT}; take a newer one")
     for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{name} is missing")
-        if path.stat().st_size != size:
-            raise Damaged(f"{name} has {path.stat().st_size} bytes, {size} were saved")
+        try:
+            there = (folder / name).stat().st_size
+        except (OSError, ValueError):
+            raise Damaged(f"{name} is missing") from None
+        if there != size:
+            raise Damaged(f"{name} has {there} bytes, {size} were saved")
     return manifest
 
 
