@@ -127,7 +127,6 @@ class Run:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
                     if saving or self.saver.checkpoints.is_best(loss):
-                        self.clock.enter("save")
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
@@ -157,6 +156,7 @@ class Run:
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
+        self.clock.enter("save")
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))

@@ -154,6 +154,44 @@ def test_sigterm_then_a_killed_process_change_no_bit(start, whole, tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
+REFUSING = """
+import importlib.util
+from tpu_train.checkpoint import manifest
+
+spec = importlib.util.spec_from_file_location("real", {real!r})
+real = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+
+
+def config():
+    return real.config()
+
+
+def refuse(*parts):
+    raise OSError(28, "No space left on device")
+
+
+manifest.write = refuse
+"""
+
+
+def test_a_background_save_that_fails_in_one_process_ends_the_run_at_once_with_the_reason(made, cache, tmp_path):
+    refusing = tmp_path / "refusing.py"
+    refusing.write_text(REFUSING.format(real=str(made[1])))
+    child = Child(refusing, tmp_path / "run", cache, "--processes=2", "--set=run.steps=100000")
+    child.read_to_step(20)
+    began = time.monotonic()
+    assert child.finish() == 1
+    assert time.monotonic() - began < 60
+    folder = tmp_path / "run" / "checkpoints"
+    reason = f"tpu-train: saving step 20 in {folder} failed: [Errno 28] No space left on device; kept: no checkpoint"
+    assert child.err.splitlines() == [
+        reason,
+        "tpu-train: process 0 of 2 failed with exit code 1; the others were stopped",
+    ]
+    assert saved_steps(tmp_path / "run") == []
+
+
 def last_arrays(workdir):
     with Checkpoints(workdir, keep_last=None) as checkpoints:
         wanted = abstract_state(checkpoints.saved_config(STEPS), CPU)
