@@ -6,6 +6,7 @@ so another slice would be held out each time.) A source that is one long documen
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -86,9 +87,14 @@ class Stream:
 
 def _index_shuffle(i: int, count: int, seed: int) -> int:
     """Element `i` of a permutation of `count`, at no cost of memory."""
-    from grain.experimental import index_shuffle
+    return _grain_shuffle()(i, count - 1, seed, 4)
 
-    return index_shuffle(i, count - 1, seed, 4)
+
+@functools.cache
+def _grain_shuffle() -> Callable[[int, int, int, int], int]:
+    from grain.experimental import index_shuffle  # Grain takes a second to import, which --help need not wait for
+
+    return index_shuffle
 
 
 def _split_index(i: int, count: int) -> int:
