@@ -21,7 +21,6 @@ _WHAT = {
     "dropped": "tokens cut off",
     "lost": "documents left out",
 }
-Places = dict[int, list[int]]  # row: block, document of the row in it, tokens used of that
 
 
 class Batches(grain.DatasetIterator[Batch]):
@@ -42,7 +41,7 @@ class Batches(grain.DatasetIterator[Batch]):
         self._start, self._rows, self._batch_size, self._layout = start, rows, batch_size, layout
         self._names = [*COUNTS, *names]
         self._running: Any = None
-        self._places: Places = {row: [0, 0, 0] for row in rows}
+        self._places: dict[int, list[int]] = {row: [0, 0, 0, 0, 0] for row in rows}  # a `Place` each
         self._deal = Deal.first(batch_size, len(names))
         self._counted = self._before = np.zeros(len(self._names), np.int64)
 
