@@ -116,6 +116,10 @@ def _check_optim(config: Config) -> None:
         value = getattr(optim, name)
         if not 0 <= value <= 1 or (name in ("b1", "b2") and value == 1):
             raise UserError(f"optim.{name} is {value}; it must lie between 0 and 1")
+    if optim.ema_decay is not None and not 0 < optim.ema_decay < 1:
+        raise UserError(f"optim.ema_decay is {optim.ema_decay}; it must lie between 0 and 1, or be none")
+    if config.run.spike_factor is not None and config.run.spike_factor <= 1:
+        raise UserError(f"run.spike_factor is {config.run.spike_factor}; it must be above 1, or none")
 
 
 _POSITIVE = {
@@ -123,13 +127,14 @@ _POSITIVE = {
     "attention_soft_cap logit_soft_cap scan_unroll",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
-    "checkpoint": "every_steps keep_last",
-    "run": "steps log_every eval_every eval_batches",
+    "checkpoint": "keep_last stop_seconds",
+    "run": "steps log_every eval_every eval_batches hang_seconds",
 }
 _NOT_NEGATIVE = {
+    "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",
-    "run": "sample_tokens seed",
+    "run": "sample_tokens seed max_skipped",
 }
 
 
