@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -160,11 +161,26 @@ def last_arrays(workdir):
         return [np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, wanted))]
 
 
-def test_another_number_of_processes_can_not_continue_the_run(whole, made, capfd, monkeypatch):
+def test_another_number_of_processes_continues_with_the_same_batches(whole, made, tmp_path, capfd, monkeypatch):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole[1], workdir)
+    for step in (40, 60):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
     monkeypatch.setattr(mesh, "make_mesh", functools.partial(mesh.make_mesh, devices=jax.devices()[:1]))
-    flags = [f"--config={made[1]}", f"--workdir={whole[1]}", "--set=run.steps=70"]
-    assert main.main(["tpu-train", "train", *flags]) == 2
-    assert "was saved by 2 process(es), this run has 1; records would be lost" in capfd.readouterr().err
+    assert main.main(["tpu-train", "train", f"--config={made[1]}", f"--workdir={workdir}"]) == 0
+    said = capfd.readouterr().out
+    assert f"continuing from step 20 in {workdir}" in said
+    assert steps_logged(workdir) == list(range(1, STEPS + 1))
+    for a, b in zip(losses(workdir).values(), losses(whole[1]).values(), strict=True):
+        assert a[:2] == pytest.approx(b[:2], rel=2e-4)
+    # The counts of both processes go on as one.
+    begun = sum(position_of(whole[1], i, 2)["counts"][0] for i in range(2))
+    assert position_of(workdir, 0, 1)["counts"][0] == begun
+    assert f"data: {begun} documents begun, " in said
+
+
+def position_of(workdir, index, count):
+    return json.loads((workdir / "checkpoints" / str(STEPS) / "data" / f"process_{index}-of-{count}.json").read_text())
 
 
 def place_of(pid):
