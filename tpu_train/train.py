@@ -23,11 +23,10 @@ from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
-from tpu_train.sharding import SPECS
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
-    batch_names,
+    batch_on_mesh,
     best_model,
     init_state,
     trace_step,
@@ -156,18 +155,7 @@ class Run:
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
-        batch = next(self.batches)
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding,
-                batch[name].reshape(micro, -1, batch[name].shape[-1]),
-                (micro, rows // micro, batch[name].shape[-1]),
-            )
-            for name in batch_names(self.config)
-        }
+        return batch_on_mesh(next(self.batches), self.config, self.mesh)
 
     def _evaluate(self, state: TrainState) -> float:
         batches = map(self.clock.alive, self.validation)

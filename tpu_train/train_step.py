@@ -150,6 +150,20 @@ def batch_names(config: Config) -> list[str]:
     return ["tokens", "labels", "positions", "weights", *segments]
 
 
+def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    micro, rows = config.optim.accumulation_steps, config.data.batch_size
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding,
+            batch[name].reshape(micro, -1, batch[name].shape[-1]),
+            (micro, rows // micro, batch[name].shape[-1]),
+        )
+        for name in batch_names(config)
+    }
+
+
 def _updates_done(opt_state: Any) -> jax.Array:
     """Updates that the optimizer has counted: fewer than the steps done where some were skipped."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
