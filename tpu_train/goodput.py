@@ -43,14 +43,14 @@ class Clock:
         self._step = 0
         self._idle_since = 0.0  # the end of the last step that was counted
         self._spans: list[Span] = []
+        self._host: dict[str, float] = {}
         self._steps: list[tuple[float, Future[float]]] = []
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-end")
 
     def enter(self, what: str, step: int | None = None) -> None:
         """From now on the host does `what`, one of the names above or "step"."""
-        now = time.monotonic()
-        self._spans.append((self._doing, self._since, now))
-        self._doing, self._since = what, now
+        self._end_span()
+        self._doing = what
         self._step = self._step if step is None else step
         self._watchdog.watch(*self._watched(what))
 
@@ -79,16 +79,24 @@ class Clock:
             self._steps.pop(0)
             self._idle_since = ended.result()
             busy.append((began, self._idle_since))
-        now = time.monotonic()
-        self._spans.append((self._doing, self._since, now))
-        self._since = now
+        self._end_span()
         settled, self._spans = cut(self._spans, until)
         for name, seconds in attribute(settled, busy).items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def host_seconds(self, what: str) -> float:
+        """How long the host did `what` so far, hidden behind steps or not; what it does now not counted."""
+        return self._host.get(what, 0.0)
+
     def close(self) -> None:
         self._watchdog.close()
         self._waiter.shutdown(wait=False)
+
+    def _end_span(self) -> None:
+        now = time.monotonic()
+        self._spans.append((self._doing, self._since, now))
+        self._host[self._doing] = self._host.get(self._doing, 0.0) + now - self._since
+        self._since = now
 
     def _watched(self, what: str) -> tuple[str, float]:
         if what in BEFORE_STEPS:
