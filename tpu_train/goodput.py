@@ -10,11 +10,12 @@ Goodput is the time in steps that count over all time that processes of the run 
     other     all else with the device idle
 
 The loop runs a step ahead of the device, so what the host does is mostly hidden behind a step. A thread notes when each
-step is done; the device was busy from a step's dispatch, or the end of the step before it, until then. That time is in
-steps, whatever the host did meanwhile, and only what is left goes to the host's work. Time in which no process of the
-run lived is not known and not counted.
+step is done; the device was busy from when it was handed a step, or the end of the step before, until then. That time
+is in steps, whatever the host did meanwhile, and only what is left goes to the host's work. Time in which no process of
+the run lived is not known and not counted.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -60,13 +61,15 @@ class Clock:
         return x
 
     def dispatched(self, values: Any) -> None:
-        """A step was dispatched that ends when `values` are there."""
+        """A step was handed over that ends when `values` are there; since `enter("step")`, if that is what is done."""
 
         def end() -> float:
             jax.block_until_ready(values)
             return time.monotonic()
 
-        self._steps.append((time.monotonic(), self._waiter.submit(end)))
+        # Where the device runs a step before the call returns, as CPUs may, the end of the call is the end of the step.
+        began = self._since if self._doing == "step" else time.monotonic()
+        self._steps.append((began, self._waiter.submit(end)))
 
     def settle(self, all_done: bool = False) -> None:
         """Counts the time up to the dispatch of the step under way, or up to now if there is none (`all_done`)."""
@@ -149,7 +152,8 @@ class Ledger:
     def write(self, step: int, seconds: dict[str, float]) -> None:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         line = json.dumps({"start": self.start, "from": self._from, "step": step, "seconds": rounded})
-        with self._path.open("a") as file:  # opened each time: the folder may come back after a failure
+        # Opened each time, since the folder may come back; a disk that refuses this line is no reason to stop.
+        with contextlib.suppress(OSError), self._path.open("a") as file:
             file.write(line + "\n")
 
     def goodput(self, seconds: dict[str, float]) -> float:

@@ -86,24 +86,27 @@ class Reporter:
         line |= self._speed(step)
         line |= {name: values[name] for name in ("loss_scale",) if name in values}
         line["skipped"] = int(values["skipped"])
-        if validation_loss is not None:
-            line["validation_loss"] = validation_loss
         self._clock.settle()
-        if self._writer is not None and self._ledger is not None:
+        if self._ledger is not None:
             line["goodput"] = round(self._ledger.goodput(self._clock.seconds), 4)
             self._ledger.write(step, self._clock.seconds)
+        if validation_loss is not None:
+            line["validation_loss"] = validation_loss
+        if self._writer is not None:
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
-    def failure(self, what: str) -> str:
-        """One line for RunFailed: what happened, what is kept, what may help."""
+    def failure(self, what: str, first_bad: int | None = None) -> str:
+        """One line for RunFailed: what happened, what is kept, what may help; `first_bad` is a step to look into."""
         kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
+        workdir = self._config.run.workdir
+        blame = f"tpu-train blame --workdir={workdir} --step={first_bad} names the first bad tensor; "
         return (
-            f"{what}; kept: {kept} in {self._config.run.workdir}; tpu-train blame --workdir={self._config.run.workdir} "
-            "names the first bad tensor; try a lower optim.peak_lr or more optim.warmup_steps"
+            f"{what}; kept: {kept} in {workdir}; {blame if first_bad else ''}"
+            "try a lower optim.peak_lr or more optim.warmup_steps"
         )
 
     def saved(self, step: int) -> None:
@@ -150,7 +153,7 @@ class Reporter:
         if before >= self._config.run.max_skipped:
             self.log()
             also = f", and the {before} step(s) before it were skipped too" if before else ""
-            raise RunFailed(self.failure(f"{why} at step {step}{also}"))
+            raise RunFailed(self.failure(f"{why} at step {step}{also}", first_bad=step - before))
         say(f"step {step} changed nothing: {why} ({before + 1} in a row of at most {self._config.run.max_skipped})")
 
     def _say_slow(self, step: int, seconds: float, processes: stragglers.Stragglers) -> None:
