@@ -67,8 +67,9 @@ class Clock:
             jax.block_until_ready(values)
             return time.monotonic()
 
-        # Where the device runs a step before the call returns, as CPUs may, the end of the call is the end of the step.
+        # Not from now: where a device runs a step before the call returns, as CPUs may, that was the step.
         began = self._since if self._doing == "step" else time.monotonic()
+        self.settle()  # so that little is ever left to settle
         self._steps.append((began, self._waiter.submit(end)))
 
     def settle(self, all_done: bool = False) -> None:
