@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from pallas_kernels.grouped_matmul.kernel import ALIGN
 from pallas_kernels.matmul.blocks import RATES
 from pallas_kernels.matmul.counts import NAMES
 from pallas_kernels.runtime import CHIPS
-from pallas_kernels.schedule import Counts
 from pallas_kernels.schedule_dump import Region
 
 
@@ -42,7 +41,7 @@ def grouped(D: int, F: int, sizes: Sequence[int], T: int | None = None) -> Case:
     )
 
 
-def counts(problem: Problem, sizes: Sequence[int], generation: str) -> dict[str, Counts]:
+def counts(problem: Problem, sizes: Sequence[int], generation: str) -> dict[str, Callable[[Region], float]]:
     """By kernel, of one forward and backward pass; of one core where two share the grid."""
     return {
         name.format("grouped_matmul"): _kernel_counts(kernel, problem, sizes, generation)
@@ -50,7 +49,7 @@ def counts(problem: Problem, sizes: Sequence[int], generation: str) -> dict[str,
     }
 
 
-def _kernel_counts(kernel: str, problem: Problem, sizes: Sequence[int], generation: str) -> Counts:
+def _kernel_counts(kernel: str, problem: Problem, sizes: Sequence[int], generation: str) -> Callable[[Region], float]:
     block = blocks.choose(kernel, problem, CHIPS[generation])
     cut = blocks.cut(kernel, problem, block, CHIPS[generation])
     steps = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "FD"}
@@ -60,17 +59,16 @@ def _kernel_counts(kernel: str, problem: Problem, sizes: Sequence[int], generati
     done = work(problem.T, sizes, block.T, cut.rows, cut.rest, "group" if kernel == "dw" else "tile")
     bodies = times * ((block.F if kernel == "forward" else block.D) // cut.columns)
 
-    def runs(region: Region) -> float | None:
-        if region.name == "grid":
-            return times * done.visits
-        looped = region.name.endswith("/loop1")
+    def runs(region: Region) -> float:
+        if not region.name.startswith("grid"):
+            return 1
         if region.mxu_cycles:
             whole = region.name.count("loop") == (1 if bodies == times else 2) or cut.rest == cut.rows
             return bodies * (done.parts if whole else done.rests)
-        if looped:  # over the parts, around one over their columns
+        if region.name.endswith("/loop1"):  # over the parts, around one over their columns
             return times * done.parts
         filling = region.slots["store"] > 0.5 * region.bundles
-        return times * done.fills if region.name.startswith("grid/") and filling else None
+        return times * (done.fills if filling else done.visits)
 
     return runs
 
