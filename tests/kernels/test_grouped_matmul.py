@@ -95,8 +95,8 @@ def test_sizes_that_no_rows_can_have_are_cut(implementation):
 # What a kernel does depends on these: tails, a contraction in one step or two, tiles of one part or of several.
 CUTS = {
     "tails_everywhere": ((300, 140, 130, 5), SMALL),
-    "tiles_of_two_parts": ((520, 60, 40, 4), BlockSizes(*[Block(256, 128, 128)] * 3)),
-    "two_parts_and_two_steps": ((300, 140, 130, 4), BlockSizes(*[Block(256, 128, 128)] * 3)),
+    "a_part_and_a_shorter_one": ((520, 60, 40, 4), BlockSizes(*[Block(256, 128, 128)] * 3)),
+    "three_parts_and_two_steps": ((400, 140, 130, 4), BlockSizes(*[Block(384, 128, 128)] * 3)),
     "one_tile_longer_than_all": ((37, 8, 8, 3), None),
 }
 
