@@ -80,7 +80,8 @@ def cut(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> Cut:
 def _cut(kernel: str, problem: Problem, block: Block, chip: Chip) -> Cut:
     across, along = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
     most = unrolled(chip) // passes(problem.itemsize)
-    least = chip.mxu_size if kernel == "dw" else LANES  # rows that a shorter body must have to take less time
+    # With fewer rows a body takes as long: half a matrix unit's hide the loading of its weights, dw contracts the rows.
+    least = chip.mxu_size if kernel == "dw" else chip.mxu_size // 2
     cuts = [
         Cut(rows, min(rows, max(rows // 2, least)), columns)
         for rows in PARTS
