@@ -137,7 +137,7 @@ def kill_in_a_step(start: Start, draw: random.Random) -> bool:
 
 
 def kill_in_a_save(start: Start, draw: random.Random) -> bool:
-    begun = training(start, draw) and start.wait_until(lambda: any((start.workdir / "checkpoints").glob("*tmp*")))
+    begun = training(start, draw) and start.wait_until(lambda: any((start.workdir / "checkpoints").glob("*.unfinished")))
     time.sleep(draw.uniform(0, 0.03))
     return begun and killed(start)
 
