@@ -14,19 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, context, data, devices, generate, goodput, precision, processes, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
-from tpu_train.sharding import SPECS
 from tpu_train.stopping import Stop, stop_signals
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
-    batch_names,
+    batch_on_mesh,
     best_model,
     init_state,
     trace_step,
@@ -76,6 +75,7 @@ def train(config: Config, start_time: float) -> int:
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
+    say(batches.describe())
     if jax.process_index() == 0:
         say(write_charts(workdir))
     if config.run.sample_tokens:
@@ -138,18 +138,7 @@ class Run:
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
-        batch = next(self.batches)
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding,
-                context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), self.mesh.shape["context"]),
-                (micro, rows // micro, batch[name].shape[-1]),
-            )
-            for name in batch_names(self.config)
-        }
+        return batch_on_mesh(next(self.batches), self.config, self.mesh)
 
     def _evaluate(self, state: TrainState) -> float:
         batches = map(self.clock.alive, self.validation)
