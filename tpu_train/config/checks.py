@@ -60,10 +60,10 @@ def _check_data(config: Config) -> None:
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
         raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
-    if data.source == "tokens" and not data.mixture:
+    if {source.source for source in data.mixture or (data,)} == {"tokens"}:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
-                raise UserError(f"data.{name}={getattr(data, name)} is for text, and data.source=tokens has none")
+                raise UserError(f"data.{name}={getattr(data, name)} is for text, and token files hold none")
     if data.mixture:
         _check_mixture(data)
     if not 0 < data.validation_fraction < 1:
