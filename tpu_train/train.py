@@ -6,8 +6,6 @@ between host and device is explicit.
 
 import contextlib
 import dataclasses
-import os
-import signal as signals
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +21,7 @@ from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
+from tpu_train.stopping import Stop, stop_signals
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
@@ -43,7 +42,7 @@ def train(config: Config, start_time: float) -> int:
     clock = goodput.Clock(start_time, watchdog.Watchdog(config.run.hang_seconds, processes.name()))
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
@@ -52,8 +51,11 @@ def train(config: Config, start_time: float) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(clock))
         stack.enter_context(contextlib.closing(batches))
-        checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))
-        stop = stack.enter_context(stop_signals())
+        keep = config.checkpoint
+        checkpoints = stack.enter_context(
+            checkpoint.Checkpoints(workdir, keep.keep_last, keep.keep_every, keep.keep_best)
+        )
+        stop = stack.enter_context(stop_signals(keep.stop_seconds, checkpoints.kept))
         if jax.process_count() > 1:
             stop.agreement = processes.Agreement(mesh)
         clock.enter("restore")
@@ -63,7 +65,7 @@ def train(config: Config, start_time: float) -> int:
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
-            checkpoints,
+            checkpoint.Saver(checkpoints, config.checkpoint),
             stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
             clock,
@@ -86,27 +88,6 @@ def compile_step(config: Config, compute: precision.Compute, mesh: jax.sharding.
 
 
 @dataclasses.dataclass
-class Stop:
-    """The signal that asked this process to stop, and the one that all processes of the run stop for, if any."""
-
-    signal: signals.Signals | None = None
-    agreement: processes.Agreement | None = None  # None: this process is the whole run
-    _agreed: int = 0
-
-    @property
-    def agreed(self) -> signals.Signals | None:
-        if self.agreement is None:
-            return self.signal
-        return signals.Signals(self._agreed) if self._agreed else None
-
-    def ask(self) -> bool:
-        """Whether to stop now; once a step, in every process at the same one."""
-        if self.agreement is not None:
-            self._agreed = self.agreement.ask(self.signal or 0)
-        return self.agreed is not None
-
-
-@dataclasses.dataclass
 class Run:
     """What the loop uses."""
 
@@ -116,7 +97,7 @@ class Run:
     eval_step: Callable
     batches: Iterator[dict[str, Any]]
     validation: Any
-    checkpoints: checkpoint.Checkpoints
+    saver: checkpoint.Saver
     reporter: Reporter
     stop: Stop
     clock: goodput.Clock
@@ -131,26 +112,27 @@ class Run:
             with jax.transfer_guard("disallow"):
                 state, values = self.train_step(state, batch)
             self.reporter.dispatched(step, values)
-            stopping = self.stop.ask()
+            asked = self.stop.ask(self.saver.asks())
+            stopping = self.stop.agreed is not None
             evaluating = (step % run.eval_every == 0 or step == run.steps) and not stopping
-            saving = step % self.config.checkpoint.every_steps == 0 or step == run.steps or stopping
+            saving = self.saver.due(step, asked) or step == run.steps or stopping
             if evaluating or saving:
                 self.reporter.fetch()
                 # Weights from before a row of skipped steps may be its cause, and keep_last would drop better ones.
                 saving &= not self.reporter.skipped_in_row or step == run.steps or stopping
                 with self.reporter.pause():
+                    loss = None
                     if evaluating:
                         self.clock.enter("eval")
-                        self.reporter.validation_loss = self._evaluate(state)
-                    if saving:
-                        self.clock.enter("save")
-                        self._save(step, state)
+                        loss = self.reporter.validation_loss = self._evaluate(state)
+                    if saving or self.saver.checkpoints.is_best(loss):
+                        self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
             if stopping:
                 break
         self.clock.enter("save")
-        self.checkpoints.wait()
+        self.saver.finish(lambda: self._save(step, state, None))
         self.clock.enter("other")
         return state
 
@@ -161,12 +143,13 @@ class Run:
         batches = map(self.clock.alive, self.validation)
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
-    def _save(self, step: int, state: TrainState) -> None:
+    def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
+        self.clock.enter("save")  # here, so that each try of a save has the watchdog's whole limit
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
-        self.checkpoints.save(step, state, self.batches, self.config)
-        self.reporter.saved(step)
+        if self.saver.save(step, state, self.batches, self.config, validation_loss):
+            self.reporter.saved(step)
 
 
 @jax.jit
@@ -175,35 +158,10 @@ def _is_finite(state: TrainState) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Notes the first Ctrl-C or SIGTERM in the `Stop` it gives; one more of either acts as it would without us."""
-    stop = Stop()
-
-    def note(number: int, _frame: Any) -> None:
-        stop.signal = signals.Signals(number)
-        restore()
-        if jax.process_index() == 0:
-            # Not print: the signal may have come in the middle of one, which may be waiting for its reader.
-            line = f"{stop.signal.name}: finishing this step and saving; once more to stop at once\n"
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode())
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signals.signal(number, handler)
-
-    before = {number: signals.signal(number, note) for number in (signals.SIGINT, signals.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        restore()
-
-
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return init_state(config, compute)
+        return first_state(config, compute)
     saved = checkpoints.saved_config(step)
     checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
@@ -221,6 +179,15 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
         run=dataclasses.replace(config.run, spike_factor=saved.run.spike_factor),
     )
     return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
+
+
+def first_state(config: Config, compute: precision.Compute) -> TrainState:
+    """The state before the first step: fresh, or with the weights that run.init_from names."""
+    if not config.run.init_from:
+        return init_state(config, compute)
+    model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
+    say(line)
+    return with_features(dataclasses.replace(init_state(config, compute), model=model, average=None), config)
 
 
 def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Compute, state: TrainState) -> None:

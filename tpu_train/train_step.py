@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import spikes
+from tpu_train import context, spikes
 from tpu_train.config import Config
 from tpu_train.loss import weighted_loss
 from tpu_train.models.transformer import Transformer, stand_in
@@ -157,7 +157,7 @@ def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh
     return {
         name: jax.make_array_from_process_local_data(
             sharding,
-            batch[name].reshape(micro, -1, batch[name].shape[-1]),
+            context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), mesh.shape["context"]),
             (micro, rows // micro, batch[name].shape[-1]),
         )
         for name in batch_names(config)
