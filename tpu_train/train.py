@@ -75,6 +75,7 @@ def train(config: Config, start_time: float) -> int:
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
+    say(batches.describe())
     if jax.process_index() == 0:
         say(write_charts(workdir))
     if config.run.sample_tokens:
