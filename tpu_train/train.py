@@ -145,7 +145,7 @@ class Run:
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
-        self.clock.enter("save")
+        self.clock.enter("save")  # here, so that each try of a save has the watchdog's whole limit
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
@@ -162,7 +162,7 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return _first_state(config, compute)
+        return first_state(config, compute)
     saved = checkpoints.saved_config(step)
     checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
@@ -182,7 +182,8 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
     return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
 
 
-def _first_state(config: Config, compute: precision.Compute) -> TrainState:
+def first_state(config: Config, compute: precision.Compute) -> TrainState:
+    """The state before the first step: fresh, or with the weights that run.init_from names."""
     if not config.run.init_from:
         return init_state(config, compute)
     model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
