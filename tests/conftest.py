@@ -31,20 +31,21 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, apply_override, check  # noqa: E402
+from tpu_train.context import reorder  # noqa: E402
 from tpu_train.mesh import make_mesh  # noqa: E402
 from tpu_train.models.transformer import Transformer  # noqa: E402
 from tpu_train.optim import make_optimizer  # noqa: E402
 from tpu_train.precision import Compute, resolve  # noqa: E402
 from tpu_train.sharding import SPECS  # noqa: E402
-from tpu_train.train_step import TrainState, abstract_state  # noqa: E402
+from tpu_train.train_step import TrainState, abstract_state, with_features  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Ignored where the tests run in the background, which the processes that they interrupt would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    return make_mesh(MeshConfig(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
+def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> Mesh:
+    return make_mesh(MeshConfig(data, fsdp, tensor, context), jax.devices()[: data * fsdp * tensor * context])
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def one_device() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., Mesh]:
-    """mesh_of(data, fsdp, tensor) makes a mesh of the first devices and sets it for the process."""
+    """mesh_of(data, fsdp, tensor, context) makes a mesh of the first devices and sets it for the process."""
     assert len(jax.devices()) == 8
     return _mesh_of
 
@@ -129,8 +130,9 @@ def place() -> Callable[..., dict[str, jax.Array]]:
     """place(batch): a batch of [A, B, T] or [B, T] put on the current mesh."""
 
     def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        spec = SPECS["ABT" if batch["tokens"].ndim == 3 else "BT"]
-        return jax.device_put(batch, NamedSharding(jax.sharding.get_mesh(), spec))
+        spec, mesh = SPECS["ABT" if batch["tokens"].ndim == 3 else "BT"], jax.sharding.get_mesh()
+        batch = {name: reorder(x, mesh.shape["context"]) for name, x in batch.items()}
+        return jax.device_put(batch, NamedSharding(mesh, spec))
 
     return put
 
@@ -170,6 +172,7 @@ def fresh_state() -> Callable[..., TrainState]:
             loss_scale=jnp.float32(2.0**15 if compute.scales_loss else 1.0),
             good_steps=jnp.zeros((), jnp.int32),
         )
+        state = with_features(state, config)
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(config, compute)))
 
     return make

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from tpu_train.planning import memory
 from tpu_train.planning.memory import Split
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P
+from tpu_train.train_step import abstract_state
 
 ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
 # Rows of 128 are the shortest that the attention kernel takes; 5 layers or groups, since no other dim is 5.
@@ -42,18 +44,19 @@ def abstract_model(model):
     return jax.tree.map(place, shapes)
 
 
-def kept_by_jax(model):
-    """Bytes of what the backward pass reads of the scanned layers: arrays with a leading 5 that are no argument."""
+def kept_by_jax(model, length=LENGTH, compute=ON_TPU):
+    """Bytes on a device of what the backward pass reads of the scanned layers: arrays with a leading 5."""
     sharding = jax.NamedSharding(jax.sharding.get_mesh(), SPECS["BT"])
-    ints = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=sharding)
-    floats = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=sharding)
+    ints = jax.ShapeDtypeStruct((ROWS, length), jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct((ROWS, length), jnp.float32, sharding=sharding)
     batch = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), ints) | {"weights": floats}
 
     def backward(model, batch):
-        return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, ON_TPU)[0], model)[1]
+        return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, compute)[0], model)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(backward, abstract_model(model), batch))
-    return sum(x.size * x.dtype.itemsize for x in kept if x.shape[:1] == (5,))
+    kept = [x for x in kept if x.shape[:1] == (5,)]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept)
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=list(SHAPES))
@@ -66,6 +69,20 @@ def test_activations_are_what_jax_keeps(model, remat):
     assert kept_by_jax(model) == planned
 
 
+@pytest.mark.parametrize(
+    ("method", "remat"), [("ring", "none"), ("all_gather", "none"), ("all_to_all", "none"), ("all_gather", "dots")]
+)
+def test_activations_along_context_are_what_jax_keeps(mesh_of, method, remat):
+    mesh_of(context=2)
+    model, length = dataclasses.replace(SHAPES["gated, grouped"], remat=remat), 512  # chunks of 128
+    split = Split(remat=remat, context=2, context_method=method)
+    planned = model.num_layers * memory.kept_by_layer(model, split, ROWS * length // 2, length)
+    if remat != "none":
+        each = layer_params(model)
+        planned += model.num_layers * 4 * (each["norms"] + (each["attention"] + each["mlp"]) / 2)
+    assert kept_by_jax(model, length, dataclasses.replace(ON_TPU, context_method=method)) == planned
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
@@ -75,6 +92,20 @@ def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
     # The final norm is the one array of one dim; it has two moments.
     final = config.model.model_dim * (4 + (2 if moment_dtype == "bfloat16" else 4))
     assert memory.moments(config, Split()) == arrays + final
+
+
+@pytest.mark.parametrize("split", [Split(), Split(1, 4, 2)], ids=["one device", "eight"])
+def test_a_moving_average_adds_what_the_state_holds(mesh_of, split):
+    mesh_of(split.data, split.fsdp, split.tensor)
+    config = Config(model=SHAPES["gated, grouped"], optim=OptimConfig(ema_decay=0.99))
+    without = dataclasses.replace(config, optim=OptimConfig())
+    kept = jax.tree.leaves(abstract_state(config, ON_TPU).average)
+    here = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept)
+    assert abstract_state(without, ON_TPU).average is None
+    assert memory.average(config, split) == here > memory.average(without, split) == 0
+    assert memory.training(config, split).total - memory.training(without, split).total == here
+    assert memory.training(config, split).parts["average"] == here
+    assert "average" not in memory.training(without, split).parts
 
 
 def test_sharded_parameters_are_those_of_a_device_of_the_real_mesh(mesh_of):
@@ -113,7 +144,8 @@ def config_of(rows=64, layers=4, **model):
 def test_memory_never_grows_with_more_devices(fsdp, tensor, remat):
     config = config_of()
     here = memory.training(config, Split(1, fsdp, tensor, remat=remat)).total
-    for more in (Split(2, fsdp, tensor), Split(1, 2 * fsdp, tensor), Split(1, fsdp, 2 * tensor)):
+    bigger = Split(2, fsdp, tensor), Split(1, 2 * fsdp, tensor), Split(1, fsdp, 2 * tensor)
+    for more in (*bigger, Split(1, fsdp, tensor, context=2)):
         assert memory.training(config, dataclasses.replace(more, remat=remat)).total <= here
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_train import context, processes
 from tpu_train.loss import weighted_loss
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS
@@ -24,10 +25,15 @@ def make_eval_step(compute: Compute) -> Callable:
 
 def evaluate(eval_step: Callable, model, batches: Iterable, mesh: jax.sharding.Mesh, limit: int | None = None) -> float:
     """Mean cross entropy per token over the first `limit` batches, all if None; summed in float64."""
-    sharding = jax.NamedSharding(mesh, SPECS["BT"])
+    sharding, parts = jax.NamedSharding(mesh, SPECS["BT"]), processes.batch_share(mesh)["process_count"]
+
+    def place(x_BT):
+        rows, length = x_BT.shape
+        x_BT = context.reorder(x_BT, mesh.shape["context"])
+        return jax.make_array_from_process_local_data(sharding, x_BT, (rows * parts, length))
+
     sums = []
     for batch in itertools.islice(batches, limit):
-        on_device = {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
-        sums.append(eval_step(model, on_device))
+        sums.append(eval_step(model, {name: place(x) for name, x in batch.items()}))
     totals = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return float(totals[0] / totals[1])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_train import mesh as mesh_lib
 from tpu_train.config import UserError
 from tpu_train.data import Tokenizer
 from tpu_train.models.transformer import Transformer, empty_cache
@@ -37,20 +38,24 @@ def sample_text(
         )
     # A document starts with the end of the one before, as in training.
     prompt_T = np.concatenate([[tokenizer.eod_id], tokenizer.encode(prompt)]).astype(np.int32)
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_mesh()
+    if mesh.shape["context"] > 1:
+        mesh = mesh_lib.for_decoding(mesh)
+        model = mesh_lib.moved(model, mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = -(-num_samples // shards) * shards
-    tokens_BT = _sample(
-        model,
-        jnp.asarray(prompt_T),
-        jax.random.key(seed),
-        jnp.float32(temperature),
-        rows=rows,
-        num_tokens=num_tokens,
-        vocab=tokenizer.vocab_size,
-        top_k=top_k,
-        compute=compute,
-    )
+    with jax.set_mesh(mesh):
+        tokens_BT = _sample(
+            model,
+            jnp.asarray(prompt_T),
+            jax.random.key(seed),
+            jnp.float32(temperature),
+            rows=rows,
+            num_tokens=num_tokens,
+            vocab=tokenizer.vocab_size,
+            top_k=top_k,
+            compute=compute,
+        )
     texts = []
     for row in np.asarray(jax.device_get(tokens_BT))[:num_samples]:
         ended = np.flatnonzero(row == tokenizer.eod_id)

@@ -6,15 +6,16 @@ Without jax, so that it can be asked before there are devices.
 import math
 from collections.abc import Mapping
 
+from tpu_train import context
 from tpu_train.config import Config, MeshConfig, UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes of `AXES`, with a -1 replaced by what is left of `num_devices`."""
     sizes = [getattr(config, axis) for axis in AXES]
-    said = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis != "context" or n != 1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"{said}: sizes are at least 1, and at most one is -1 (the devices left over)")
     fixed = math.prod(size for size in sizes if size != -1)
@@ -25,12 +26,12 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 
 def check_fits(config: Config, size: Mapping[str, int]) -> None:
     """Raises UserError where an array dim does not divide over the axes, of the given sizes, that split it."""
-    batch_shards = size["data"] * size["fsdp"]
+    batch_shards, weight_shards = size["data"] * size["fsdp"], size["fsdp"] * size["context"]
     model = config.model
     micro_batch = config.data.batch_size // config.optim.accumulation_steps
     for name, dim, axes, shards in (
         ("data.batch_size / optim.accumulation_steps", micro_batch, "data x fsdp", batch_shards),
-        ("model.model_dim", model.model_dim, "fsdp", size["fsdp"]),
+        ("model.model_dim", model.model_dim, "fsdp" if size["context"] == 1 else "fsdp x context", weight_shards),
         ("model.num_heads", model.num_heads, "tensor", size["tensor"]),
         ("model.num_kv_heads", model.kv_heads, "tensor", size["tensor"]),
         ("model.mlp_dim", model.mlp_dim, "tensor", size["tensor"]),
@@ -38,3 +39,4 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
     ):
         if dim % shards:
             raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {axes}")
+    context.check(config, size)

@@ -1,10 +1,12 @@
 """Makes the device mesh; nothing else does.
 
-Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (ZeRO-3); `tensor`
-splits heads, feed-forward and vocabulary. All are Explicit: an array's type says how it is sharded.
+Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (ZeRO-3); `context`
+splits each row's tokens, and the weights as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary. All are
+Explicit: an array's type says how it is sharded.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +33,30 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def _across_slices(shape: tuple[int, ...], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices of a mesh whose `data` axis alone goes from slice to slice, over the slower network."""
-    data, fsdp, tensor = shape
+    data, *rest = shape
     if data % slices:
         raise UserError(f"mesh.data={data} is not a multiple of the {slices} slices; only `data` goes across slices")
-    return mesh_utils.create_hybrid_device_mesh((data // slices, fsdp, tensor), (slices, 1, 1), devices=devices)
+    return mesh_utils.create_hybrid_device_mesh((data // slices, *rest), (slices, *[1] * len(rest)), devices=devices)
+
+
+def for_decoding(mesh: Mesh) -> Mesh:
+    """The same devices with `context` folded into `fsdp`, since one token can't be split.
+
+    Weights are split over both axes, `fsdp` first, so every device keeps the part of them that it has.
+    """
+    sizes = dict(mesh.shape)
+    sizes["fsdp"], sizes["context"] = sizes["fsdp"] * sizes["context"], 1
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def moved(tree: Any, mesh: Mesh) -> Any:
+    """The arrays with `mesh` in place of one whose axes split them into the same parts, in place; nothing is sent."""
+
+    def move(x):
+        sharding = jax.NamedSharding(mesh, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+    return jax.tree.map(move, tree)
 
 
 def platform(mesh: Mesh) -> str:

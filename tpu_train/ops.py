@@ -1,6 +1,7 @@
 """The border to pallas_kernels: picks an implementation by the mesh's platform and wraps it in shard_map.
 
-Kernels see one device's shard: whole sequences, some of the batch, some of the heads or of the vocabulary.
+Kernels see one device's shard: whole sequences or, along `context`, two chunks of them (context.py), some of the batch,
+some of the heads or of the vocabulary.
 """
 
 import math
@@ -13,9 +14,10 @@ from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from pallas_kernels.cross_entropy.tpu import kernels_pay
+from tpu_train import context
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
-from tpu_train.sharding import BATCH, SPECS, P, gather_inside
+from tpu_train.sharding import BATCH, SHARDS, SPECS, TOKENS, P, gather_inside, num_shards
 
 # Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
@@ -32,16 +34,16 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
         return table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"]).astype(dtype)
 
     def local(table_VD, tokens_BT):
-        if size["fsdp"] > 1:
-            tokens_BT = jax.lax.all_gather(tokens_BT, "fsdp", tiled=True)
+        if num_shards() > 1:
+            tokens_BT = jax.lax.all_gather(tokens_BT, SHARDS, tiled=True)
         if size["tensor"] == 1:
             x_BTD = table_VD.at[tokens_BT].get()
         else:
             rows_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
             x_BTD = table_VD.at[rows_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         x_BTD = x_BTD.astype(dtype)
-        if size["fsdp"] > 1:
-            x_BTD = jax.lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        if num_shards() > 1:
+            x_BTD = jax.lax.all_to_all(x_BTD, SHARDS, split_axis=0, concat_axis=2, tiled=True)
         return jax.lax.psum(x_BTD, "tensor")
 
     return jax.shard_map(local, in_specs=(SPECS["VD"], SPECS["BT"]), out_specs=SPECS["BTD"])(
@@ -61,15 +63,19 @@ def attention(
     compute: Compute,
 ) -> jax.Array:
     """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them)."""
+    if jax.sharding.get_abstract_mesh().shape["context"] > 1:
+        return _context_attention(
+            *(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT),
+            window=window,
+            soft_cap=soft_cap,
+            q_offset=q_offset,
+            compute=compute,
+        )
     mask = Mask.of(causal=True, window=window or None)
     implementation = compute.implementation
     if implementation == "pallas" and q_BTNH.shape[1] < SHORTEST:
         implementation = "xla"
-    if implementation == "pallas" and q_BTNH.shape[-1] > LARGEST_HEAD_DIM:
-        raise UserError(
-            f"model.head_dim={q_BTNH.shape[-1]}: the Pallas kernel takes at most {LARGEST_HEAD_DIM}; "
-            "set run.implementation=xla"
-        )
+    _check_head_dim(q_BTNH, implementation)
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
         implementation = "cudnn"
@@ -95,9 +101,49 @@ def attention(
     )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *traced_offset)
 
 
+def _check_head_dim(q_BTNH: jax.Array, implementation: str) -> None:
+    if implementation == "pallas" and q_BTNH.shape[-1] > LARGEST_HEAD_DIM:
+        raise UserError(
+            f"model.head_dim={q_BTNH.shape[-1]}: the Pallas kernel takes at most {LARGEST_HEAD_DIM}; "
+            "set run.implementation=xla"
+        )
+
+
+def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_cap, q_offset, compute: Compute):
+    """`attention` of rows whose tokens `context` splits, by the method that context.py chooses for this layer."""
+    if not isinstance(q_offset, int) or q_offset or k_BTKH.shape[1] != q_BTNH.shape[1]:
+        raise UserError("mesh.context splits training rows alone; decode on a mesh with mesh.context=1")
+    size = jax.sharding.get_abstract_mesh().shape
+    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+    implementation = compute.implementation
+    if implementation == "pallas" and T // (2 * size["context"]) < SHORTEST:
+        implementation = "xla"
+    _check_head_dim(q_BTNH, implementation)
+    layer = context.Layer(
+        *(size["context"], B // math.prod(size[axis] for axis in BATCH), T, N // size["tensor"], K // size["tensor"]),
+        *(H, q_BTNH.dtype.itemsize, window),
+    )
+    method = context.choose(compute.context_method, layer, has_ring=implementation != "reference")
+
+    def local(q, k, v, segment_ids):
+        return pallas_kernels.context_attention(
+            *(q, k, v),
+            axis="context",
+            method=method,
+            window=window or None,
+            segment_ids_BT=segment_ids,
+            logit_soft_cap=soft_cap,
+            implementation=implementation,
+        )
+
+    segments = None if segment_ids_BT is None else SPECS["BT"]
+    in_specs = SPECS["BTNH"], SPECS["BTKH"], SPECS["BTKH"], segments
+    return jax.shard_map(local, in_specs=in_specs, out_specs=SPECS["BTNH"])(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+
+
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in BATCH)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TOKENS)
     return compute.implementation == "pallas" and x_BTD.shape[0] * x_BTD.shape[1] // devices >= SHORTEST
 
 
@@ -140,15 +186,15 @@ def linear_cross_entropy(
     # The reference takes the whole vocabulary; the others a slice each, summed over the axes.
     size = jax.sharding.get_abstract_mesh().shape
     B, T, _ = x_BTD.shape
-    V, b = w_VD.shape[0], B // (size["data"] * size["fsdp"])
+    V, b, shards = w_VD.shape[0], B // (size["data"] * size["fsdp"]), num_shards()
     # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
-    spread = B * T // size["data"] < V and V % (size["tensor"] * size["fsdp"]) == 0 and size["fsdp"] > 1
-    vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", "fsdp") if spread else "tensor")
+    spread = B * T // size["data"] < V and V % (size["tensor"] * shards) == 0 and shards > 1
+    vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", *SHARDS) if spread else "tensor")
 
     def local(x_BTD, w_VD, labels_BT):
-        if vocab_axis == ("tensor", "fsdp"):
-            w_VD = jax.lax.all_to_all(w_VD, "fsdp", split_axis=0, concat_axis=1, tiled=True)
-            x_BTD, labels_BT = (jax.lax.all_gather(x, "fsdp", tiled=True, to="invarying") for x in (x_BTD, labels_BT))
+        if vocab_axis == ("tensor", *SHARDS):
+            w_VD = jax.lax.all_to_all(w_VD, SHARDS, split_axis=0, concat_axis=1, tiled=True)
+            x_BTD, labels_BT = (jax.lax.all_gather(x, SHARDS, tiled=True, to="invarying") for x in (x_BTD, labels_BT))
         elif vocab_axis is not None:
             w_VD = gather_inside(w_VD, "VD")
         x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
@@ -164,8 +210,8 @@ def linear_cross_entropy(
             implementation=implementation,
         )
         loss_BT, lse_BT = loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
-        if vocab_axis == ("tensor", "fsdp"):
-            own = lambda y: jax.lax.dynamic_slice_in_dim(y, b * jax.lax.axis_index("fsdp"), b)  # noqa: E731
+        if vocab_axis == ("tensor", *SHARDS):
+            own = lambda y: jax.lax.dynamic_slice_in_dim(y, b * jax.lax.axis_index(SHARDS), b)  # noqa: E731
             return own(loss_BT), own(lse_BT)
         return loss_BT, lse_BT
 

@@ -27,6 +27,7 @@ class Compute:
     dtype: jnp.dtype
     implementation: str
     platform: str
+    context_method: str = "auto"  # of MeshConfig
 
     @property
     def scales_loss(self) -> bool:
@@ -34,8 +35,11 @@ class Compute:
         return self.dtype == jnp.float16
 
 
-def resolve(config: RunConfig, platform: str) -> Compute:
-    """The `Compute` for a run on devices of `platform`. Raises UserError where the platform can't do what is asked."""
+def resolve(config: RunConfig, platform: str, context_method: str = "auto") -> Compute:
+    """The `Compute` for a run on devices of `platform`, with the mesh's context_method.
+
+    Raises UserError where the platform can't do what is asked.
+    """
     name = AUTO[platform] if config.precision == "auto" else config.precision
     if name == "float16" and platform == "tpu":
         raise UserError("run.precision=float16 has no TPU hardware; use bfloat16, which needs no loss scale")
@@ -46,4 +50,4 @@ def resolve(config: RunConfig, platform: str) -> Compute:
     if name == "float32":
         # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return Compute(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform)
+    return Compute(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform, context_method)

@@ -5,6 +5,7 @@ and the launchers for TPU VMs, GKE and SLURM set it. Where JAX can't find the ot
 (host:port of process 0) and TPU_TRAIN_PROCESS_ID say where and which.
 """
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_train import roll_call
@@ -88,6 +90,12 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
+def name() -> str:
+    """How this process calls itself in an error."""
+    count = jax.process_count()
+    return "this process" if count == 1 else f"process {jax.process_index()} of {count}"
+
+
 def _index(address: str, count: int) -> int:
     if not re.fullmatch(r"[^:]+:\d{1,5}", address):
         raise UserError(f"TPU_TRAIN_COORDINATOR={address} must be HOST:PORT")
@@ -100,10 +108,10 @@ def _index(address: str, count: int) -> int:
 def batch_share(mesh: Mesh) -> dict[str, int]:
     """Which part of each batch this process loads: {"process_index", "process_count"} for the data pipeline.
 
-    Processes whose devices hold the same rows (`tensor` goes across them) load the same part. Raises UserError where
-    two processes' devices hold overlapping rows that are not the same.
+    Processes whose devices hold the same rows (`context` or `tensor` goes across them) load the same part. Raises
+    UserError where two processes' devices hold overlapping rows that are not the same.
     """
-    shards = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    shards = mesh.devices.reshape(-1, mesh.shape["context"] * mesh.shape["tensor"])
     held: dict[int, set[int]] = {device.process_index: set() for device in mesh.devices.flat}
     for row, devices in enumerate(shards):
         for device in devices:
@@ -111,11 +119,21 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
     parts = sorted({tuple(sorted(rows)) for rows in held.values()})
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != len(shards):
         raise UserError(
-            f"mesh.tensor={mesh.shape['tensor']} splits rows of the batch unevenly over {len(held)} processes; take "
-            "one that divides the devices of a process, or that they divide"
+            f"mesh.context={mesh.shape['context']} x mesh.tensor={mesh.shape['tensor']} splits rows of the batch "
+            f"unevenly over {len(held)} processes; take sizes that divide the devices of a process, or that they divide"
         )
     mine = tuple(sorted(held[jax.process_index()]))
     return {"process_index": parts.index(mine), "process_count": len(parts)}
+
+
+def from_all(value: Any) -> list[Any]:
+    """What each process gives, by process; JSON types. All must call it at the same point."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(mine.size, np.int32))
+    rows = multihost_utils.process_allgather(np.resize(mine, lengths.max()))
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 class Agreement:

@@ -1,9 +1,11 @@
 """The one table of PartitionSpecs, named by the dims they shard (legend in config/fields.py).
 
-A weight is stored split over `fsdp` along D and over `tensor` along heads, feed-forward or vocabulary. `gather` brings
-it together over `fsdp` just before use, in the compute dtype; its transpose scatters the gradient back.
+A weight is stored split over SHARDS along D and over `tensor` along heads, feed-forward or vocabulary. `gather` brings
+it together over SHARDS just before use, in the compute dtype; its transpose scatters the gradient back. A row's tokens
+are split over `context`.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -11,26 +13,30 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 BATCH = ("data", "fsdp")
+# Over `context` weights could be whole, as over `data`: but a long row needs the memory, a gradient that is scattered
+# sends half of one that is summed, and `mesh.for_decoding` finds every weight in its place.
+SHARDS = ("fsdp", "context")
+TOKENS = (*BATCH, "context")
 
 SPECS = {
     # Weights as stored. Stacked layers have a leading L, never split.
-    "VD": P("tensor", "fsdp"),
-    "DNH": P("fsdp", "tensor", None),
-    "DKH": P("fsdp", "tensor", None),
-    "NHD": P("tensor", None, "fsdp"),
-    "DF": P("fsdp", "tensor"),
-    "FD": P("tensor", "fsdp"),
+    "VD": P("tensor", SHARDS),
+    "DNH": P(SHARDS, "tensor", None),
+    "DKH": P(SHARDS, "tensor", None),
+    "NHD": P("tensor", None, SHARDS),
+    "DF": P(SHARDS, "tensor"),
+    "FD": P("tensor", SHARDS),
     "D": P(None),
     # Activations.
-    "BT": P(BATCH, None),
-    "BTD": P(BATCH, None, None),
-    "BTF": P(BATCH, None, "tensor"),
-    "BTNH": P(BATCH, None, "tensor", None),
-    "BTKH": P(BATCH, None, "tensor", None),
-    "BSKH": P(BATCH, None, "tensor", None),
+    "BT": P(BATCH, "context"),
+    "BTD": P(BATCH, "context", None),
+    "BTF": P(BATCH, "context", "tensor"),
+    "BTNH": P(BATCH, "context", "tensor", None),
+    "BTKH": P(BATCH, "context", "tensor", None),
+    "BSKH": P(BATCH, "context", "tensor", None),
     "BV": P(BATCH, "tensor"),
     # A step's batch: micro-batches first.
-    "ABT": P(None, BATCH, None),
+    "ABT": P(None, BATCH, "context"),
 }
 
 
@@ -46,18 +52,24 @@ def dims_of_path(path: tuple[Any, ...]) -> tuple[str, bool]:
 
 
 def gather(w: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
-    """The weight `w`, stored as SPECS[dims], cast to `dtype` and whole along the dims that `fsdp` splits."""
-    whole = P(*(None if axis == "fsdp" else axis for axis in SPECS[dims]))
+    """The weight `w`, stored as SPECS[dims], cast to `dtype` and whole along the dims that SHARDS split."""
+    whole = P(*(None if axis == SHARDS else axis for axis in SPECS[dims]))
     return jax.reshard(w.astype(dtype), whole)
 
 
 def gather_inside(w: jax.Array, dims: str) -> jax.Array:
     """`gather` inside shard_map, of this device's shard of a weight; no cast.
 
-    Its transpose scatters the gradient's sum over `fsdp` and then adds up the shards over `data`, where summing a whole
+    Its transpose scatters the gradient's sum over SHARDS and then adds up the shards over `data`, where summing a whole
     gradient and cutting it after would send twice as much.
     """
     w = jax.lax.pcast(w, ("data",), to="varying")
-    if jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
+    if num_shards() == 1:
         return w
-    return jax.lax.all_gather(w, "fsdp", axis=SPECS[dims].index("fsdp"), tiled=True)
+    return jax.lax.all_gather(w, SHARDS, axis=SPECS[dims].index(SHARDS), tiled=True)
+
+
+def num_shards() -> int:
+    """Parts that the mesh in use splits a weight's D into."""
+    size = jax.sharding.get_abstract_mesh().shape
+    return math.prod(size[axis] for axis in SHARDS)

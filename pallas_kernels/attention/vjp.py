@@ -78,6 +78,13 @@ def attention_pallas(
     Raises:
       ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
     """
+    operands = (q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset)
+    call, segments, offset_1 = prepare(*operands, sinks_N is not None, mask, scale, soft_cap, sizes, interpret)
+    return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)
+
+
+def prepare(q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, q_offset, has_sinks, mask, scale, soft_cap, sizes, interpret):
+    """(call, segments, offset as an array) of `attention_pallas`'s operands; raises what that raises."""
     B, T, N, H = q_BTNH.shape
     S, K, HV = k_BSKH.shape[1], k_BSKH.shape[2], v_BSKH.shape[3]
     dtype = q_BTNH.dtype
@@ -96,17 +103,17 @@ def attention_pallas(
     else:
         blocks.check(sizes, H, HV, dtype.itemsize, chip)
     offset = int(q_offset) if isinstance(q_offset, (int, np.integer)) else None
-    visits = Visits(mask, T, S, sizes.q, sizes.k, offset, segmented=q_segment_ids_BT is not None)
+    visits = Visits(mask, T, S, sizes.q, sizes.k, offset, segmented=q_ids_BT is not None)
     bend = None if soft_cap is None else soft_cap * LOG2_E
     q_scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
-    spec = Spec(visits, sizes, bend, dq_scale=scale, dk_scale=scale / q_scale, has_sinks=sinks_N is not None)
+    spec = Spec(visits, sizes, bend, dq_scale=scale, dk_scale=scale / q_scale, has_sinks=has_sinks)
     limit = blocks.vmem_limit(sizes, H, HV, dtype.itemsize, chip)
     call = _Call(spec, B, T, S, N, K, H, HV, q_scale, limit, interpret)
     segments = None
-    if q_segment_ids_BT is not None:
-        segments = _segments(call, q_segment_ids_BT, kv_segment_ids_BS)
+    if q_ids_BT is not None:
+        segments = _segments(call, q_ids_BT, kv_ids_BS)
     offset_1 = vary_like(jnp.asarray(q_offset, jnp.int32).reshape(1), q_BTNH)
-    return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)
+    return call, segments, offset_1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,7 +189,8 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
     return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT)
 
 
-def _attend_bwd(call: _Call, residuals, cotangents):
+def attend_backward(call: _Call, residuals, cotangents):
+    """Gradients of q, k, v and sinks, from `_attend_fwd`'s residuals; o and lse may be those of more keys."""
     q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT = cotangents
     delta_BNT = jnp.einsum("BTNH,BTNH->BNT", o_BTNH.astype(jnp.float32), do_BTNH.astype(jnp.float32)) - dlse_BNT
@@ -219,7 +227,7 @@ def _attend_bwd(call: _Call, residuals, cotangents):
     return dq_BTNH, dk_BSKH, dv_BSKH, None, None, dsinks_N
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(_attend_fwd, attend_backward)
 
 
 def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
@@ -287,6 +295,8 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
 def _pallas_call(
     call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
 ):
+    mask = call.spec.visits.mask
+    whole = "_whole" if mask.left is None and mask.right is None else ""  # so that its FLOPs can be told
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
@@ -301,7 +311,7 @@ def _pallas_call(
             out_shape=out_shape,
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=call.vmem_limit),
             interpret=call.interpret,
-            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}",
+            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}{whole}",
         )(scalars, *operands)
 
 

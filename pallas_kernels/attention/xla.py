@@ -33,18 +33,35 @@ def attention_xla(
     q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, sinks_N, *, mask, scale, soft_cap
 ):
     """Same contract as `attention_reference`."""
-    B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
-    options = _Options(mask, scale, soft_cap, T, S, min(BLOCK, T), min(BLOCK, S))
-    q = _blocks(q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), options.q_block, 3)
-    k = _blocks(k_BSKH.transpose(0, 2, 1, 3), options.k_block, 2)
-    v = _blocks(v_BSKH.transpose(0, 2, 1, 3), options.k_block, 2)
-    q_segments = None if q_segment_ids_BT is None else _blocks(q_segment_ids_BT, options.q_block, 1)
-    k_segments = None if kv_segment_ids_BS is None else _blocks(kv_segment_ids_BS, options.k_block, 1)
+    B, T, N, _ = q_BTNH.shape
+    options = options_of(q_BTNH, k_BSKH, mask, scale, soft_cap)
+    q, k, v, *segments = laid_out(options, q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS)
+    K = k_BSKH.shape[2]
     sinks = None if sinks_N is None else sinks_N.reshape(1, K, N // K, 1, 1)
-    o, lse = _attend(options, q, k, v, q_segments, k_segments, q_offset, sinks)
+    o, lse = _attend(options, q, k, v, *segments, q_offset, sinks)
     o_BKGTH, lse_BKGT1 = (jnp.moveaxis(x, 0, 3).reshape(B, K, N // K, -1, x.shape[-1])[:, :, :, :T] for x in (o, lse))
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), lse_BKGT1.reshape(B, N, T)
+
+
+def options_of(q_BTNH, k_BSKH, mask, scale, soft_cap) -> _Options:
+    """A call's static side."""
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    return _Options(mask, scale, soft_cap, T, S, min(BLOCK, T), min(BLOCK, S))
+
+
+def laid_out(options, q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS):
+    """Blocks of q, k, v and both segment ids."""
+    q = query_blocks(options, q_BTNH, q_BTNH.shape[2] // k_BSKH.shape[2])
+    k, v = (_blocks(x.transpose(0, 2, 1, 3), options.k_block, 2) for x in (k_BSKH, v_BSKH))
+    q_segments = None if q_segment_ids_BT is None else _blocks(q_segment_ids_BT, options.q_block, 1)
+    k_segments = None if kv_segment_ids_BS is None else _blocks(kv_segment_ids_BS, options.k_block, 1)
+    return q, k, v, q_segments, k_segments
+
+
+def query_blocks(options, x_BTNH, group):
+    """Blocks of what there is for each query, `group` query heads to a key head."""
+    B, T, N, H = x_BTNH.shape
+    return _blocks(x_BTNH.reshape(B, T, N // group, group, H).transpose(0, 2, 3, 1, 4), options.q_block, 3)
 
 
 def _blocks(x, size, axis):
@@ -95,7 +112,8 @@ def _finish(seen, sinks):
     return acc / jnp.where(blind, 1.0, total), highest + jnp.log(total)
 
 
-def _attend_bwd(options, residuals, cotangents):
+def attend_backward(options, residuals, cotangents):
+    """Gradients in blocks, from `_attend_fwd`'s residuals, whose o and lse may be of more keys than are there."""
     q, k, v, q_segments, k_segments, q_offset, sinks, o, lse = residuals
     do, dlse = cotangents
     # Of a row that saw nothing no cotangent counts, whatever it is.
@@ -137,7 +155,7 @@ def _attend_bwd(options, residuals, cotangents):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, dsinks
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(_attend_fwd, attend_backward)
 
 
 def _scores(options, q_i, k_j, i, j, q_segments, k_segments, q_offset):

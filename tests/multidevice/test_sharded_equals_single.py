@@ -32,21 +32,31 @@ CASES = [
     ((2, 2, 2), "adamw_untied_in_two_parts"),
     ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),
+    # The fourth is context, and so is the method after the variant.
+    ((2, 1, 1, 2), "adamw", "ring"),
+    ((1, 2, 1, 2), "adamw_untied_in_two_parts", "all_gather"),
+    ((1, 1, 2, 2), "adamw", "all_to_all"),
+    ((1, 1, 1, 4), "muon_with_qk_norm_and_remat", "ring"),
+    ((1, 2, 1, 2), "more_words_than_tokens", "auto"),
 ]
 
 
 @pytest.fixture(scope="module")
 def three_steps(tiny, random_batch, fresh_state, place, mesh_of):
-    """(mesh shape, variant) -> (losses and norms, weights, the shardings of the state, the compiled step's text)."""
+    """(mesh shape, variant, method) -> (losses and norms, weights, the state's shardings, the compiled step's text)."""
     done = {}
 
-    def run(shape, variant):
-        if (shape, variant) not in done:
+    def run(shape, variant, method="auto"):
+        if (shape, variant, method) not in done:
             mesh = mesh_of(*shape)
-            config = tiny(*VARIANTS[variant])
+            config = tiny(*VARIANTS[variant], f"mesh.context_method={method}")
             check_fits(config, mesh)
             state, batches = fresh_state(config), [place(random_batch(config, seed)) for seed in range(3)]
-            step = make_train_step(config, resolve(config.run, "cpu")).lower(state, batches[0]).compile()
+            step = (
+                make_train_step(config, resolve(config.run, "cpu", config.mesh.context_method))
+                .lower(state, batches[0])
+                .compile()
+            )
             metrics = []
             for batch in batches:
                 state, measured = step(state, batch)
@@ -58,15 +68,16 @@ def three_steps(tiny, random_batch, fresh_state, place, mesh_of):
                 jax.tree_util.keystr(path): (x.ndim, x.sharding)
                 for path, x in jax.tree_util.tree_leaves_with_path((state.model, state.opt_state))
             }
-            done[shape, variant] = (np.array(metrics), weights, shardings, step.as_text())
-        return done[shape, variant]
+            done[shape, variant, method] = (np.array(metrics), weights, shardings, step.as_text())
+        return done[shape, variant, method]
 
     return run
 
 
-@pytest.mark.parametrize(("shape", "variant"), CASES)
-def test_sharded_equals_single_device(three_steps, shape, variant):
-    metrics, weights, _, _ = three_steps(shape, variant)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sharded_equals_single_device(three_steps, case):
+    metrics, weights, _, _ = three_steps(*case)
+    variant = case[1]
     wanted_metrics, wanted_weights, _, _ = three_steps((1, 1, 1), variant)
     np.testing.assert_allclose(metrics, wanted_metrics, rtol=1e-5)
     assert (np.diff(wanted_metrics[:, 0]) != 0).all()
@@ -80,9 +91,10 @@ def parameter(path: str) -> str:
     return re.findall(r"\w+_[A-Z]+", path)[-1]
 
 
-@pytest.mark.parametrize(("shape", "variant"), CASES)
-def test_every_weight_and_moment_is_split_as_the_table_says(three_steps, mesh_of, shape, variant):
-    _, weights, shardings, _ = three_steps(shape, variant)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_weight_and_moment_is_split_as_the_table_says(three_steps, mesh_of, case):
+    _, weights, shardings, _ = three_steps(*case)
+    shape = case[0]
     mesh = mesh_of(*shape)
     split = 0
     for path, (ndim, sharding) in shardings.items():
@@ -93,8 +105,9 @@ def test_every_weight_and_moment_is_split_as_the_table_says(three_steps, mesh_of
         assert stacked in (0, 1), path
         wanted = jax.NamedSharding(mesh, P(*(None,) * stacked, *spec))
         assert sharding.is_equivalent_to(wanted, ndim), (path, sharding.spec, wanted.spec)
-        expected = int(np.prod([mesh.shape[axis] for axis in spec if axis is not None]))
-        assert sharding.num_devices // (shape[0] * shape[1] * shape[2] // expected) == expected
+        axes = [axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)]
+        expected = int(np.prod([mesh.shape[axis] for axis in axes]))
+        assert sharding.num_devices // (int(np.prod(shape)) // expected) == expected
         split += not sharding.is_fully_replicated
     matrices = [name for name in weights if "scale" not in name]
     # Weights and at least one moment of each.

@@ -172,7 +172,7 @@ def test_who_starts_the_processes(monkeypatch, count, there, wanted):
 )
 def test_processes_load_the_rows_that_their_devices_hold(monkeypatch, owners, tensor, shares):
     devices = np.array([types.SimpleNamespace(process_index=owner) for owner in owners], object)
-    mesh = types.SimpleNamespace(devices=devices.reshape(-1, 1, tensor), shape={"tensor": tensor})
+    mesh = types.SimpleNamespace(devices=devices.reshape(-1, 1, tensor), shape={"context": 1, "tensor": tensor})
     for index, share in enumerate(shares):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         if share is None:

@@ -52,7 +52,7 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     devices: list[Any] = list(topology.devices)
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
     state = abstract_state(config, compute)
     traced = trace_step(config, compute, mesh)
     known = facts(config, compute, mesh, state) | flops.count(traced.jaxpr, mesh.size, config.model)

@@ -78,7 +78,8 @@ def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param, str], compute: Com
 
     On a CPU that holds whole weights, one product with all of them side by side: narrow ones run at half the speed.
     """
-    if compute.platform != "cpu" or jax.sharding.get_abstract_mesh().shape["tensor"] > 1:
+    size = jax.sharding.get_abstract_mesh().shape
+    if compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1:
         return [project(x_BTD, w, dims) for w, dims in weights]
     B, T, D = x_BTD.shape
     whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in weights]
