@@ -196,6 +196,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_one_line(reporter_of, cl
     assert message.startswith(
         f"{name} is {value} at step 3; kept: checkpoint of step 2 in {tmp_path}; tpu-train blame "
     )
+    assert " --step=3 names the first bad tensor; " in message
     assert "\n" not in message
     assert [line["step"] for line in metrics.read(tmp_path)] == [1, 3]
 
