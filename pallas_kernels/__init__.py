@@ -10,5 +10,13 @@ from pallas_kernels.attention.context import context_attention
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.gated_mlp import gated_mlp
+from pallas_kernels.grouped_matmul import grouped_matmul
 
-__all__ = ["context_attention", "flash_attention", "fused_matmul", "gated_mlp", "linear_cross_entropy"]
+__all__ = [
+    "context_attention",
+    "flash_attention",
+    "fused_matmul",
+    "gated_mlp",
+    "grouped_matmul",
+    "linear_cross_entropy",
+]

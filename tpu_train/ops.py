@@ -165,6 +165,14 @@ def gated_mlp(
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
+def grouped_matmul(x_TD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, *, compute: Compute) -> jax.Array:
+    """Each row times the weights of its group, y_TF. Of a device's own arrays: call it inside shard_map."""
+    implementation = compute.implementation
+    if implementation == "pallas" and x_TD.shape[0] < SHORTEST:
+        implementation = "xla"
+    return pallas_kernels.grouped_matmul(x_TD, w_EDF, group_sizes_E, implementation=implementation)
+
+
 def linear_cross_entropy(
     x_BTD: jax.Array,
     w_VD: jax.Array,

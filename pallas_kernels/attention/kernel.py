@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.blocks import BlockSizes, Cut
-from pallas_kernels.attention.visits import View, Visits, divide
+from pallas_kernels.attention.visits import View, Visits
+from pallas_kernels.runtime import divide
 
 LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # the maximum of a row that has seen nothing; finite, so that -inf minus it is -inf

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.runtime import divide
 
 MOST_BODIES = 3  # with more deltas than this, code would grow past what it saves
 
@@ -163,8 +164,3 @@ class Visits:
             return carry
 
         jax.lax.fori_loop(low, high, visit, jnp.int32(0))
-
-
-def divide(x: jax.Array, by: int) -> jax.Array:
-    """x // by for x >= 0. // would ask for a sign, which Mosaic lowers only where it knows the generation."""
-    return jax.lax.div(x, jnp.int32(by))

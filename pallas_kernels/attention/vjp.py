@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
-from pallas_kernels.attention.visits import Visits, divide
-from pallas_kernels.runtime import chip_in_use, shape_like, vary_like
+from pallas_kernels.attention.visits import Visits
+from pallas_kernels.runtime import chip_in_use, divide, shape_like, vary_like
 
 LARGEST_HEAD_DIM = 256
 BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 from pallas_kernels.runtime import CHIPS, Chip
 
@@ -66,7 +67,7 @@ FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
 BODY, STEP, FORM = {128: 150, 256: 250}, 150, 0.5
 # Cycles to begin and end 1,024 sums that take several steps, and to read and write them once more in a step.
 ADDED, READ = {"forward": 2.4, "dx": 0.9, "dw": 0.9}, 0.1
-_MOST = tuple(LANES << i for i in range(8))
+MOST = tuple(LANES << i for i in range(8))
 
 
 def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
@@ -76,14 +77,14 @@ def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
 
 @functools.cache
 def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
-    sizes = [sorted({_block(length, most) for most in _MOST}) for length in (problem.T, problem.F, problem.D)]
+    sizes = [sorted({block_size(length, most) for most in MOST}) for length in (problem.T, problem.F, problem.D)]
     blocks = [Block(*each) for each in itertools.product(*sizes)]
-    small = [b for b in blocks if _work(problem, b) <= _unrolled(chip) * _bodies(kernel, problem, b, chip)]
+    small = [b for b in blocks if _work(problem, b) <= unrolled(chip) * _bodies(kernel, problem, b, chip)]
     fitting = [b for b in small if vmem_bytes(kernel, problem, b, chip) <= SHARE * chip.vmem_bytes]
     return min(fitting or blocks[:1], key=lambda block: cost(kernel, problem, block, chip))
 
 
-def _block(length: int, most: int) -> int:
+def block_size(length: int, most: int) -> int:
     """A multiple of 128, or of 256 or 512 where it is long, up to `most`, that pads `length` least."""
     count = -(-length // most)
     unit = min(512, LANES << max(0, (length // count // LANES).bit_length() - 1))
@@ -93,19 +94,20 @@ def _block(length: int, most: int) -> int:
 def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
     """How much of the block one unrolled body takes, of its T or, for dw, of its D."""
     size, one_row = (block.D, block.F * block.T) if kernel == "dw" else (block.T, block.F * block.D)
-    one_row *= _passes(problem) * problem.products
+    one_row *= passes(problem.itemsize) * problem.products
     fitting = [rows for rows in TILES if size % rows == 0]
-    return next((rows for rows in fitting if rows * one_row <= _unrolled(chip)), fitting[-1])
+    return next((rows for rows in fitting if rows * one_row <= unrolled(chip)), fitting[-1])
 
 
-def _unrolled(chip: Chip | None) -> int:
+def unrolled(chip: Chip | None) -> int:
     """Multiplications that a body may hold."""
     chip = chip or CHIPS["v5e"]
     return UNROLLED[chip.mxu_size] * RATES[chip.name][0]
 
 
-def _passes(problem: Problem) -> int:
-    return FLOAT32_PASSES if problem.itemsize == 4 else 1
+def passes(itemsize: int) -> int:
+    """Of the matrix units, for a product."""
+    return FLOAT32_PASSES if itemsize == 4 else 1
 
 
 def _bodies(kernel: str, problem: Problem, block: Block, chip: Chip) -> int:
@@ -115,7 +117,7 @@ def _bodies(kernel: str, problem: Problem, block: Block, chip: Chip) -> int:
 
 def _work(problem: Problem, block: Block) -> int:
     """Multiplications of a step."""
-    return _passes(problem) * problem.products * block.T * block.F * block.D
+    return passes(problem.itemsize) * problem.products * block.T * block.F * block.D
 
 
 def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
@@ -126,10 +128,10 @@ def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -
         kept = products * T * F * 4 * (D < problem.D)
         values = 2 * products * rows * F * 4
     elif kernel == "dx":
-        kept = products * T * F * item + T * _padded(problem.D, D) * 4 * (F < problem.F)
+        kept = products * T * F * item + T * padded(problem.D, D) * 4 * (F < problem.F)
         values = 2 * rows * D * 4
     else:
-        kept = products * T * F * item + products * _padded(problem.D, D) * F * 4 * (T < problem.T)
+        kept = products * T * F * item + products * padded(problem.D, D) * F * 4 * (T < problem.T)
         values = 2 * products * rows * F * 4 + T * rows * item
     return 2 * sum(_copied(kernel, problem, block)) + kept + values
 
@@ -145,12 +147,12 @@ def _copied(kernel: str, problem: Problem, block: Block) -> tuple[int, int]:
     return (y + factors + weights, rows) if kernel == "dx" else (y + factors + rows, weights)
 
 
-def _wide(size: int, chip: Chip) -> int:
+def wide(size: int, chip: Chip) -> int:
     """The size in whole matrix units."""
-    return _padded(size, chip.mxu_size)
+    return padded(size, chip.mxu_size)
 
 
-def _padded(length: int, block: int) -> int:
+def padded(length: int, block: int) -> int:
     return -(-length // block) * block
 
 
@@ -176,10 +178,8 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
     blocks = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
     steps = math.prod(blocks.values())
     contracted = {"forward": "D", "dx": "F", "dw": "T"}[kernel]
-    filled = _wide(block.F, chip) * (
-        _wide(block.T, chip) * block.D if kernel == "dw" else block.T * _wide(block.D, chip)
-    )
-    once = _passes(problem) * problem.products * filled / rate
+    filled = wide(block.F, chip) * (wide(block.T, chip) * block.D if kernel == "dw" else block.T * wide(block.D, chip))
+    once = passes(problem.itemsize) * problem.products * filled / rate
     body = BODY[chip.mxu_size] * TILES[0] / tile(kernel, problem, block, chip)
     cycles = steps * (once + STEP + body * _bodies(kernel, problem, block, chip))
     formed = block.T * block.F * blocks["T"] * blocks["F"] * problem.products / 1024
@@ -194,7 +194,7 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
     arriving, leaving = (size * per_byte / rate for size in _copied(kernel, problem, block))
     moves = blocks["T"] if kernel == "forward" else blocks["T"] * blocks["F"]
     outer = blocks["F" if kernel == "dw" else "T"]
-    idle = _padded(outer, cores) / outer
+    idle = padded(outer, cores) / outer
     return idle * (max(cycles, copies) + moves * max(0.0, arriving - once)) + arriving + leaving
 
 
@@ -205,16 +205,21 @@ def vmem_limit(chip: Chip | None) -> int:
 
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
     """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
+    check_block(op, kernel, block, chip, lambda b: vmem_bytes(kernel, problem, b, chip), choose(kernel, problem, chip))
+
+
+def check_block(
+    op: str, kernel: str, block: Block, chip: Chip | None, needs: Callable[[Block], int], best: Block
+) -> None:
+    """The same for any kernel's block, by the bytes of VMEM that blocks need and the one that would be chosen."""
     if any(size < 1 or size % LANES for size in dataclasses.astuple(block)):
         raise ValueError(f"{op}: {kernel} block {block}: each must be a multiple of 128")
     if chip is None:
         return
-    needed, limit = vmem_bytes(kernel, problem, block, chip), int(SHARE * chip.vmem_bytes)
+    needed, limit = needs(block), int(SHARE * chip.vmem_bytes)
     if needed <= limit:
         return
-    best = choose(kernel, problem, chip)
-    fits = vmem_bytes(kernel, problem, best, chip) <= limit
-    hint = f"{best} fits" if fits else "no block of these arrays fits, so use implementation='xla'"
+    hint = f"{best} fits" if needs(best) <= limit else "no block of these arrays fits, so use implementation='xla'"
     raise ValueError(
         f"{op}: {kernel} block {block} needs {needed / 2**20:.1f} MiB of VMEM; {chip.name} has "
         f"{limit / 2**20:.1f} MiB for it; {hint}"

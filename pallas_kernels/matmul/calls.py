@@ -52,16 +52,21 @@ def prepare(op: str, problem: Problem, sizes: BlockSizes | None, dtype, interpre
     Raises:
       ValueError: float16; blocks that can't be; a mesh with Explicit axes in use.
     """
-    if dtype == jnp.float16:
-        raise ValueError(f"{op}: pallas can't take float16; use bfloat16 or implementation='xla'")
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
-        raise ValueError(f"{op}: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
+    refuse_what_pallas_cannot_take(op, dtype)
     chip, sizes = chip_in_use(), sizes or BlockSizes()
     call = Call(op, problem, sizes, chip_name=None if chip is None else chip.name, interpret=interpret, **options)
     for kernel in blocks.KERNELS:
         blocks.check(op, kernel, problem, call.block(kernel), chip)
     return call
+
+
+def refuse_what_pallas_cannot_take(op: str, dtype) -> None:
+    """Raises ValueError: float16; a mesh with Explicit axes in use."""
+    if dtype == jnp.float16:
+        raise ValueError(f"{op}: pallas can't take float16; use bfloat16 or implementation='xla'")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        raise ValueError(f"{op}: under a mesh with Explicit axes pallas runs inside jax.shard_map only")
 
 
 def forward(call: Call, x_TD, weights, bias_F=None, residual_TF=None, *, writes_y=True, factors=False):

@@ -73,23 +73,23 @@ def forward_kernel(spec: Spec, *refs):
 
     def step(cleared):
         def tile(rows):
-            x = _clear(x_ref[rows, :], 1, d, spec, "D", cleared)
-            z = [product(x, _clear(ref[...], 0, d, spec, "D", cleared), 1, 0) for ref in w_refs]
+            x = clear(x_ref[rows, :], 1, d, spec, "D", cleared)
+            z = [product(x, clear(ref[...], 0, d, spec, "D", cleared), 1, 0) for ref in w_refs]
             if steps == 1:
                 finish(rows, z)
             for ref, part in zip(acc_refs, z, strict=bool(acc_refs)):
                 ref[rows, :] += part
 
-        _each_tile(spec.block.T, spec.tile, tile)
+        each_tile(spec.block.T, spec.tile, tile)
 
     if steps > 1:
         _zero_when(d == 0, acc_refs)
-    _run_step(spec, "D", d, step)
+    run_step(spec, "D", d, step)
     if steps > 1:
 
         @pl.when(d == steps - 1)
         def _():
-            _each_tile(spec.block.T, spec.tile, lambda rows: finish(rows, [ref[rows, :] for ref in acc_refs]))
+            each_tile(spec.block.T, spec.tile, lambda rows: finish(rows, [ref[rows, :] for ref in acc_refs]))
 
 
 def dx_kernel(spec: Spec, *refs):
@@ -106,18 +106,18 @@ def dx_kernel(spec: Spec, *refs):
 
     def step(cleared):
         def tile(rows):
-            weights = [_clear(ref[...], 1, f, spec, "F", cleared) for ref in w_refs]
+            weights = [clear(ref[...], 1, f, spec, "F", cleared) for ref in w_refs]
             total = sum(product(dz[rows, :], w, 1, 1) for dz, w in zip(dz_refs, weights, strict=True))
             if steps == 1:
                 dx_ref[rows, :] = total.astype(dx_ref.dtype)
             else:
                 acc_refs[0][d, rows, :] += total
 
-        _each_tile(spec.block.T, spec.tile, tile)
+        each_tile(spec.block.T, spec.tile, tile)
 
     if steps > 1:
         _zero_when(f == 0, [ref.at[d] for ref in acc_refs])
-    _run_step(spec, "F", f, step)
+    run_step(spec, "F", f, step)
     if steps > 1:
 
         @pl.when(f == steps - 1)
@@ -146,7 +146,7 @@ def dw_kernel(spec: Spec, *refs):
 
     def step(cleared):
         def tile(rows):
-            x = _clear(x_ref[:, rows], 0, t, spec, "T", cleared)
+            x = clear(x_ref[:, rows], 0, t, spec, "T", cleared)
             for i, dz_ref in enumerate(dz_refs):
                 part = product(x, dz_ref[...], 0, 0)
                 if steps == 1:
@@ -154,11 +154,11 @@ def dw_kernel(spec: Spec, *refs):
                 else:
                     acc_refs[i][d, rows, :] += part
 
-        _each_tile(spec.block.D, spec.tile, tile)
+        each_tile(spec.block.D, spec.tile, tile)
 
     if steps > 1:
         _zero_when(t == 0, [ref.at[d] for ref in acc_refs])
-    _run_step(spec, "T", t, step)
+    run_step(spec, "T", t, step)
     if steps > 1:
 
         @pl.when(t == steps - 1)
@@ -186,10 +186,10 @@ def _form_dz(spec: Spec, dy_refs, dz_refs, axis: int, at, dim: str):
         dz = dy_refs[0][...]
         if spec.factors:
             dz = dz * dy_refs[1 + i][...]
-        dz_ref[...] = _clear(dz, axis, at, spec, dim, spec.has_tail(dim)).astype(dz_ref.dtype)
+        dz_ref[...] = clear(dz, axis, at, spec, dim, spec.has_tail(dim)).astype(dz_ref.dtype)
 
 
-def _clear(x, axis: int, at, spec: Spec, dim: str, wanted: bool):
+def clear(x, axis: int, at, spec: Spec, dim: str, wanted: bool):
     """Zeros in `x`, block `at` along `dim`, where it lies beyond the array."""
     if not wanted:
         return x
@@ -197,7 +197,7 @@ def _clear(x, axis: int, at, spec: Spec, dim: str, wanted: bool):
     return jnp.where(position < getattr(spec, dim), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
-def _run_step(spec: Spec, dim: str, at, step: Callable[[bool], None]) -> None:
+def run_step(spec: Spec, dim: str, at, step: Callable[[bool], None]) -> None:
     """step(False), or step(True) for the last block of a dim that ends within it."""
     last = spec.steps(dim) - 1
     if not spec.has_tail(dim) or last == 0:
@@ -214,7 +214,7 @@ def _zero_when(condition, refs: Sequence) -> None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
-def _each_tile(size: int, tile: int, body: Callable) -> None:
+def each_tile(size: int, tile: int, body: Callable) -> None:
     """body(rows) for each tile of `size` rows: a loop, so that the program stays small."""
     if tile == size:
         body(pl.ds(0, size))

@@ -1,0 +1,131 @@
+"""Block sizes of the grouped kernels: per TPU generation, the fastest by a model of cycles, within one of VMEM.
+
+How the rows fall on the groups is known only when a kernel runs. The model takes each group to begin and end anywhere,
+so that a tile is visited once, and once more for each further group.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+from pallas_kernels.grouped_matmul.groups import most_visits
+from pallas_kernels.matmul.blocks import (
+    HBM_SHARE,
+    LANES,
+    RATES,
+    SHARE,
+    Block,
+    check_block,
+    padded,
+    passes,
+    unrolled,
+    wide,
+)
+from pallas_kernels.runtime import CHIPS, Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call, as far as blocks depend on it: dims, groups, bytes an element."""
+
+    T: int
+    F: int
+    D: int
+    E: int
+    itemsize: int
+
+
+# Cycles of the schedules that tpu-train kernels shows: the start and end of an unrolled body, by the size of the matrix
+# unit; a visit; what it takes to transpose 1,024 weights, which dx does for each body; 1,024 sums
+# of dw, read and written.
+BODY, VISIT, TRANSPOSE, SUMS = {128: 150, 256: 350}, 240, {128: 0.7, 256: 0.7}, 1.1
+PARTS = (128, 256, 512)  # rows of a body
+LONGEST = 1024  # rows of a tile
+
+
+def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
+    """The block of a kernel ("forward", "dx" or "dw") on `chip` (None, where kernels are interpreted: as on v5e)."""
+    return _choose(kernel, problem, chip or CHIPS["v5e"])
+
+
+@functools.cache
+def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
+    sizes = [_sizes(min(problem.T, LONGEST)), _sizes(problem.F), _sizes(problem.D)]
+    blocks = [Block(*each) for each in itertools.product(*sizes)]
+    fitting = [b for b in blocks if vmem_bytes(kernel, problem, b, chip) <= SHARE * chip.vmem_bytes]
+    return min(fitting or blocks[-1:], key=lambda block: cost(kernel, problem, block, chip))
+
+
+def _sizes(length: int) -> list[int]:
+    """Multiples of 128 that cut the length into few even blocks, from one down to one of 128."""
+    wanted = {padded(-(-length // count), LANES) for count in (*range(1, 9), *(1 << i for i in range(4, 12)))}
+    return sorted(wanted | {LANES}, reverse=True)
+
+
+def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> tuple[int, int]:
+    """(rows, columns) of an unrolled body."""
+    return _tile(kernel, problem, block, chip or CHIPS["v5e"])
+
+
+@functools.cache
+def _tile(kernel: str, problem: Problem, block: Block, chip: Chip) -> tuple[int, int]:
+    across, other = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
+    most = unrolled(chip) // passes(problem.itemsize)
+    columns = [across // n for n in range(1, across // LANES + 1) if across % (n * LANES) == 0]
+    cuts = [(rows, some) for rows in PARTS for some in columns if rows <= block.T and rows * some * other <= most]
+    return min(cuts or [(LANES, LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
+
+
+def _body_cycles(kernel: str, problem: Problem, block: Block, cut: tuple[int, int], chip: Chip) -> float:
+    """Cycles of all bodies for one block of columns and of the contraction, each group with a part filled by half."""
+    rows, columns = cut
+    across, other = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
+    parts = -(-problem.T // rows) + problem.E / 2
+    busy = passes(problem.itemsize) * wide(block.F, chip) * wide(block.D, chip) * rows / RATES[chip.name][0]
+    if kernel == "dx":
+        busy = max(busy, TRANSPOSE[chip.mxu_size] * block.F * block.D / 1024)
+    if kernel == "dw":
+        busy = max(busy * wide(rows, chip) / rows, SUMS * block.F * block.D / 1024)
+    return parts * (busy + BODY[chip.mxu_size] * across / columns)
+
+
+def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
+    """What a kernel's blocks take: two buffers for what is copied, one for what is kept, and room for values."""
+    T, F, D, item = block.T, block.F, block.D, problem.itemsize
+    rows, columns = tile(kernel, problem, block, chip)
+    copied = T * D + D * F + T * F
+    if kernel == "dw":
+        return 2 * copied * item + D * F * 4 + 2 * columns * F * 4 + rows * (columns + F) * item
+    out, steps = (F, D < problem.D) if kernel == "forward" else (D, F < problem.F)
+    return 2 * copied * item + T * out * 4 * steps + 2 * rows * columns * 4
+
+
+def hbm_bytes(kernel: str, problem: Problem, block: Block) -> int:
+    """What a kernel copies between HBM and VMEM: a block that two steps in a row share is copied once."""
+    T, F, D, item = problem.T, problem.F, problem.D, problem.itemsize
+    steps = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
+    weights = problem.E * D * F
+    if kernel == "dw":
+        return item * (steps["F"] * T * D + steps["D"] * T * F + weights)
+    (out, contracted), (rows, result) = (("FD", (T * D, T * F)), ("DF", (T * F, T * D)))[kernel == "dx"]
+    if steps[contracted] == 1:
+        return item * (steps[out] * rows + weights + result)
+    visits = most_visits(problem.T, problem.E, block.T)
+    return item * (steps[out] * visits * block.T * rows // T + visits * D * F + result)
+
+
+def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
+    """Predicted cycles: the schedule's or HBM's, whichever is more."""
+    rate, per_byte, cores = RATES[chip.name]
+    steps = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
+    visits = most_visits(problem.T, problem.E, block.T)
+    cycles = visits * VISIT + _body_cycles(kernel, problem, block, tile(kernel, problem, block, chip), chip)
+    outer = steps["D" if kernel == "dx" else "F"]
+    copies = hbm_bytes(kernel, problem, block) * per_byte / rate / HBM_SHARE
+    return padded(outer, cores) / outer * max(steps["F"] * steps["D"] * cycles, copies)
+
+
+def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
+    """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
+    needs = functools.partial(vmem_bytes, kernel, problem, chip=chip)
+    check_block(op, kernel, block, chip, needs, choose(kernel, problem, chip))

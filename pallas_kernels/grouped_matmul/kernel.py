@@ -1,0 +1,110 @@
+"""The kernels: rows times the weights of their group (y, and dx with the weights transposed), and dw.
+
+One visit works on a tile of rows for one group. A tile in which groups meet is visited for each in turn, and each
+writes its own rows only; of the tile only those parts are multiplied that hold some of the group's rows. Rows of other
+groups are left out by selection, never by a product with zero, so nothing that they hold gets through.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.matmul.kernel import Spec, clear, each_tile, product, run_step
+from pallas_kernels.runtime import divide
+
+
+ALIGN = 16  # rows of bf16 that fill one register: where a body may begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(Spec):
+    """`tile`: rows of an unrolled body; `columns`: how many it takes of the result's (in the dw kernel: of dw's D)."""
+
+    columns: int = 0
+
+
+def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, first_ref, end_ref, *refs):
+    """A group's rows of y = x w (`out` is F), or of dx = dy w^T (D). grid = (out // o, visits, contracted // c)."""
+    x_ref, w_ref, y_ref, *acc_refs = refs
+    c, w_dim = pl.program_id(2), 0 if out == "F" else 1
+    first, end = _own_rows(spec, pl.program_id(1), group_ref, tile_ref, first_ref, end_ref)
+
+    @pl.when((first <= 0) & (end < spec.block.T) & (c == 0))
+    def _():  # the tile's first visit, and not its only one
+        y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
+
+    def step(cleared):
+        def multiply(start, rows, counted, begins):
+            def some(columns):
+                x = clear(x_ref[rows, :], 1, c, spec, contracted, cleared)
+                w = w_ref[:, columns] if w_dim == 0 else w_ref[columns, :]
+                z = product(x, clear(w, w_dim, c, spec, contracted, cleared), 1, w_dim)
+                for ref in acc_refs:
+                    before = ref[rows, columns]
+                    new = _within(counted - start, spec.tile, z.shape)
+                    z = ref[rows, columns] = jnp.where(new, z + jnp.where(c == 0, 0.0, before), before)
+                own = _within(first - start, end - start, z.shape)
+                y_ref[rows, columns] = jnp.where(own, z, y_ref[rows, columns].astype(jnp.float32)).astype(y_ref.dtype)
+
+            each_tile(getattr(spec.block, out), spec.columns, some)
+
+        _each_part(spec, first, end, multiply)
+
+    run_step(spec, contracted, c, step)
+
+
+def dw_kernel(spec: Grouped, group_ref, tile_ref, first_ref, end_ref, x_ref, dy_ref, dw_ref, acc_ref):
+    """A block of a group's dw = x^T dy, summed over its tiles. grid = (F // f, D // d, visits)."""
+    first, end = _own_rows(spec, pl.program_id(2), group_ref, tile_ref, first_ref, end_ref)
+
+    @pl.when(first >= end)
+    def _():
+        dw_ref[...] = jnp.zeros(dw_ref.shape, dw_ref.dtype)
+
+    def add(start, rows, counted, begins):
+        def own(x):
+            inside = _within(jnp.maximum(first, counted) - start, end - start, x.shape)
+            return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+        dy, begins = own(dy_ref[rows, :]), begins & (first >= 0)
+
+        def some(columns):
+            total = product(own(x_ref[rows, columns]), dy, 0, 0) + jnp.where(begins, 0.0, acc_ref[columns, :])
+            acc_ref[columns, :] = total
+            dw_ref[columns, :] = total.astype(dw_ref.dtype)  # the group's last part has the last word
+
+        each_tile(spec.block.D, spec.columns, some)
+
+    _each_part(spec, first, end, add)
+
+
+def _own_rows(spec: Grouped, visit, group_ref, tile_ref, first_ref, end_ref):
+    """From which to which of the tile's rows the group has: below 0 and past the tile where it has others' too."""
+    group, start = group_ref[visit], tile_ref[visit] * spec.block.T
+    return first_ref[group] - start, end_ref[group] - start
+
+
+def _each_part(spec: Grouped, first, end, body: Callable) -> None:
+    """body(start, rows, counted, is_first) for each `spec.tile` rows of the tile that hold some from first to end.
+
+    A part that would reach past the tile begins sooner: its rows before `counted` are then in the part before too.
+    """
+    low = divide(jnp.maximum(first, 0), ALIGN) * ALIGN
+    high = jnp.where(first < end, jnp.minimum(end, spec.block.T), low)
+
+    def part(i, carry):
+        counted = low + i * spec.tile
+        start = pl.multiple_of(jnp.minimum(counted, spec.block.T - spec.tile), ALIGN)
+        body(start, pl.ds(start, spec.tile), counted, i == 0)
+        return carry
+
+    count = divide(jnp.maximum(high - low, 0) + spec.tile - 1, spec.tile)
+    jax.lax.fori_loop(jnp.int32(0), count, part, jnp.int32(0))
+
+
+def _within(first, end, shape):
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (first <= row) & (row < end)
