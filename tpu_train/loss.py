@@ -10,8 +10,9 @@ from tpu_train.precision import Compute
 
 
 def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float, compute: Compute, masters=None):
-    """Sums over the batch's tokens, each times its weight: (cross entropy + z-loss, cross entropy), float32 scalars; and
-    the experts' loads.
+    """Sums over the batch's tokens, each times its weight: (cross entropy + z-loss, cross entropy), float32 scalars.
+
+    Third come the experts' loads, of `hidden_states`.
 
     `batch` holds tokens, labels, positions and, if rows are packed, segment_ids [B, T] int32 and weights [B, T]
     float32. Divide by the sum of the weights of the whole step, never of a part of it.

@@ -164,7 +164,7 @@ def _loads_of_step(model, batch, compute, masters):
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)
 
 
-def _move_biases(model: Transformer, loads) -> Transformer:
+def _move_biases(model: Any, loads: Any) -> Any:
     """`model` after the step that met `loads`: where biases balance the experts, they follow; in place."""
     if model.config.num_experts and model.config.balance == "bias":
         for block, load in zip(model.blocks, loads, strict=True):

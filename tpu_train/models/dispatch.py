@@ -93,8 +93,9 @@ exchange.defvjp(
 
 def _ragged(x_RD, num_rows: int, *there):
     varying = jax.typeof(x_RD).manual_axis_type.varying
-    out, *there = (_vary_over(a, varying) for a in (jnp.zeros((num_rows, x_RD.shape[1]), x_RD.dtype), *there))
-    return jax.lax.ragged_all_to_all(x_RD, out, *there, axis_name="expert")
+    zeros = jnp.zeros((num_rows, x_RD.shape[1]), x_RD.dtype)
+    operands = [_vary_over(a, varying) for a in (zeros, *there)]
+    return jax.lax.ragged_all_to_all(x_RD, *operands, axis_name="expert")
 
 
 def _vary_over(x, axes):

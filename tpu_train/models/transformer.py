@@ -1,7 +1,8 @@
 """The decoder-only transformer and how its weights are made on a mesh.
 
 Features: pre-norm RMSNorm, rotary positions, grouped-query attention, optional q/k norm, soft caps, sliding windows
-in a pattern over layers, gated or plain MLP or a mixture of experts, tied or separate head, stacked and scanned blocks with a remat policy.
+in a pattern over layers, gated or plain MLP or a mixture of experts, tied or separate head, stacked and scanned blocks
+with a remat policy.
 """
 
 import jax
@@ -63,7 +64,7 @@ class Transformer(nnx.Module):
         return (self.embed_VD if self.head_VD is None else self.head_VD)[...]
 
     def __call__(self, *arguments, **options):
-        """Hidden states x_BTD after the final norm, and the cache: `with_loads` of the same arguments, loads left out."""
+        """Hidden states x_BTD after the final norm, and the cache: what `with_loads` gives, without the loads."""
         return self.with_loads(*arguments, **options)[:2]
 
     def with_loads(
