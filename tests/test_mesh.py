@@ -14,23 +14,27 @@ from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
 @pytest.mark.parametrize(
     ("sizes", "devices", "shape"),
     [
-        ((-1, 1, 1), 8, (8, 1, 1)),
-        ((-1, 1, 1), 1, (1, 1, 1)),
-        ((-1, 2, 2), 8, (2, 2, 2)),
-        ((2, -1, 2), 8, (2, 2, 2)),
-        ((1, 2, -1), 12, (1, 2, 6)),
-        ((2, 4, 1), 8, (2, 4, 1)),
-        ((-1, 4, 2), 8, (1, 4, 2)),
+        ((-1, 1, 1), 8, (8, 1, 1, 1)),
+        ((-1, 1, 1), 1, (1, 1, 1, 1)),
+        ((-1, 2, 2), 8, (2, 2, 1, 2)),
+        ((2, -1, 2), 8, (2, 2, 1, 2)),
+        ((1, 2, -1), 12, (1, 2, 1, 6)),
+        ((2, 4, 1), 8, (2, 4, 1, 1)),
+        ((-1, 4, 2), 8, (1, 4, 1, 2)),
+        ((1, 2, 1, -1), 8, (1, 2, 4, 1)),
+        ((-1, 1, 2, 2), 8, (2, 1, 2, 2)),
     ],
 )
 def test_shape_fills_in_what_is_left(sizes, devices, shape):
+    """The config has context last, the mesh tensor, whose devices talk most."""
     assert mesh_shape(MeshConfig(*sizes), devices) == shape
 
 
-@given(st.tuples(*[st.integers(1, 6)] * 3), st.integers(0, 2))
+@given(st.tuples(*[st.integers(1, 6)] * 4), st.integers(0, 3))
 def test_shape_always_uses_every_device(sizes, free):
     asked = [-1 if i == free else size for i, size in enumerate(sizes)]
-    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == sizes
+    data, fsdp, tensor, context = sizes
+    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == (data, fsdp, context, tensor)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ def test_shape_that_does_not_fit_the_devices_is_refused(sizes, message):
 def test_mesh_is_explicit_holds_the_devices_and_is_set_for_the_process():
     mesh = make_mesh(MeshConfig(2, 2, -1))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
     assert set(mesh.axis_types) == {AxisType.Explicit}
     assert set(mesh.devices.flat) == set(jax.devices())
     assert jax.sharding.get_mesh() == mesh
@@ -82,6 +86,26 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
             "model.num_kv_heads=2 does not divide over the 4 devices of mesh axis ten",
         ),
         ((1, 1, 4), ["model.mlp_dim=30"], "model.mlp_dim=30 does not divide over the 4 devices of mesh axis tensor"),
+        (
+            (1, 1, 1, 4),
+            ["model.model_dim=18"],
+            "model.model_dim=18 does not divide over the 4 devices of mesh axis fsdp x",
+        ),
+        (
+            (1, 1, 1, 4),
+            ["data.seq_len=20"],
+            "data.seq_len=20 does not divide into the 8 chunks of mesh.context=4, two a",
+        ),
+        (
+            (1, 1, 2, 4),
+            ["mesh.context_method=all_to_all", "model.num_heads=16"],
+            "model.num_kv_heads=4 does not divide over mesh.tensor=2 x mesh.context=4; set mesh.context_method=ring or",
+        ),
+        (
+            (1, 1, 1, 2),
+            ["mesh.context_method=ring", "run.implementation=reference"],
+            "run.implementation=reference has no ring; set mesh.context_method=all_gather",
+        ),
         ((1, 1, 4), ["model.vocab_size=63"], "model.vocab_size=63 does not divide over the 4 devices of mesh axis ten"),
     ],
 )
@@ -93,6 +117,6 @@ def test_model_that_does_not_divide_over_the_mesh_is_refused(mesh_of, tiny, shap
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (1, 1, 2, 4)])
 def test_model_that_divides_over_the_mesh_fits(mesh_of, tiny, shape):
     check_fits(tiny(), mesh_of(*shape))

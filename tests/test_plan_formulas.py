@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_train import chips, layout
+from tpu_train import chips, context, layout
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.flops import num_params, train_flops_per_token
-from tpu_train.planning import advice, cost, memory, network, roofline, units
+from tpu_train.planning import advice, cost, memory, network, roofline, units, why
 from tpu_train.planning.memory import Split
 
 # D 8, N 2, K 1, H 4, F 16, V 32, two layers; rows of 4 tokens.
@@ -71,7 +71,9 @@ def test_a_step_worked_by_hand():
     # q, o, do, dq and twice more of 8 columns in all: forward q, o, k, v; backward q, o, do, dq, k, v, dk, dv.
     assert blocks["attention"].bytes == 2 * 2 * 8 * (2 * 8 + 2 * 4 + 4 * 8 + 4 * 4)
     # Half of each matrix crosses one link of 50 GB/s: gathered once and scattered once.
-    assert blocks["mlp"].fast == {"data": 0, "fsdp": pytest.approx(2 * 2 * 384 * 2 / 2 / 50e9), "tensor": 0}
+    assert blocks["mlp"].fast == {"fsdp": pytest.approx(2 * 2 * 384 * 2 / 2 / 50e9)} | dict.fromkeys(
+        ("data", "context", "tensor"), 0
+    )
     # 16 tokens are fewer than 32 columns: halves of the float32 head are exchanged, there and back, 16 bfloat16 hidden
     # states gathered, their float32 gradients all-reduced. The embedding's rows are exchanged, there and back.
     sent = 2 * 256 * 4 / 2 / 4 + 16 * 8 * 2 / 2 + 2 * 16 * 8 * 4 / 2
@@ -115,12 +117,87 @@ def test_axes_get_their_sides_of_the_torus(text, sizes, gigabytes):
 
 def test_slices_are_spanned_by_data_and_cost_a_shard():
     axes = network.axes(chips.parse("v5e-512"), {"data": 32, "fsdp": 16, "tensor": 1})
-    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(16, 2), (16, 1), (1, 1)]
+    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(16, 2), (16, 1), (1, 1), (1, 1)]
     # 1 GB: 15/16 of it at 100 GB/s within the slice, then half of a sixteenth at 3.125 GB/s.
     assert axes["data"].gather(1e9) == (pytest.approx(0.9375e9 / 100e9), pytest.approx(1e9 / 16 / 2 / 3.125e9))
     assert axes["data"].reduce(1e9) == tuple(2 * seconds for seconds in axes["data"].gather(1e9))
     with pytest.raises(UserError, match=r"mesh.data=3 is not a multiple of the 2 slices; only data goes across"):
         network.axes(chips.parse("v5e-32", 2), {"data": 3, "fsdp": 1, "tensor": 1})
+
+
+# 2 rows of 64 tokens over 4 devices, 8 query and 4 key heads of 16, bfloat16: keys and values of a row's 64 tokens are
+# 2 * 2 * 64 * 4 * 16 * 2 = 32768 bytes, queries and outputs twice that.
+ROW = context.Layer(4, 2, 64, 8, 4, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "wanted"),
+    [
+        # Gathered forward, scattered backward; recomputed, gathered twice.
+        ("all_gather", {}, 2 * 32768 * 3 / 4),
+        ("all_gather", {"forwards": 2}, 3 * 32768 * 3 / 4),
+        # A fourth of all four, of which a device keeps a fourth.
+        ("all_to_all", {}, 2 * 3 * 32768 / 4 * 3 / 4),
+        # Over three links, twice; float32 gradients over three, and home over a fourth in bfloat16.
+        ("ring", {}, 32768 / 4 * (2 * 3 + 2 * 3 + 1)),
+        ("ring", {"forwards": 2}, 32768 / 4 * (3 * 3 + 2 * 3 + 1)),
+        # Chunks of 8, so stops 0, 1 and 3: one link, then two; and one home.
+        ("ring", {"window": 9}, 32768 / 4 * (2 * 3 + 2 * 3 + 1)),
+        ("ring", {"devices": 2}, 32768 / 2 * (2 * 1 + 2 * 1 + 1)),
+        ("ring", {"devices": 16, "tokens": 256, "window": 3}, 4 * 32768 / 16 * (2 * 3 + 2 * 3 + 1)),
+    ],
+)
+def test_what_attention_sends_along_context(method, change, wanted):
+    assert context.sent(method, dataclasses.replace(ROW, **change)) == wanted
+
+
+def test_auto_takes_what_sends_least_and_gathers_not_too_much():
+    choose = lambda asked="auto", has_ring=True, **change: context.choose(  # noqa: E731
+        asked, dataclasses.replace(ROW, **change), has_ring
+    )
+    assert choose() == "all_to_all"
+    assert choose(num_kv_heads=2) == "all_gather"  # heads no longer divide
+    assert choose(num_heads=64, num_kv_heads=4) == "all_gather"
+    assert choose(devices=16, tokens=256, num_kv_heads=2, window=3) == "ring"  # neighbours alone
+    long = {"tokens": 2**20, "num_kv_heads": 2}
+    assert dataclasses.replace(ROW, **long).kv_bytes == 2**28
+    assert choose(**long) == "all_gather"
+    assert choose(**long | {"rows": 3}) == "ring"
+    assert choose(**long | {"rows": 3}, has_ring=False) == "all_gather"
+    assert choose("ring") == "ring"
+
+
+def test_a_ring_goes_one_way_and_a_gather_both():
+    axis = network.axes(chips.parse("v5e-256"), {"data": 1, "fsdp": 16, "context": 16, "tensor": 1})["context"]
+    assert (axis.fast_bytes, axis.link_bytes) == (100e9, 50e9)
+    layer = dataclasses.replace(ROW, devices=16, tokens=4096)
+    assert network.attention(axis, "ring", layer) == (pytest.approx(context.sent("ring", layer) / 50e9), 0)
+    assert network.attention(axis, "all_gather", layer)[0] == pytest.approx(context.sent("all_gather", layer) / 100e9)
+    exchanged = network.attention(axis, "all_to_all", layer)[0]
+    assert exchanged == pytest.approx(2 * layer.qkvo_bytes * 15 / 16 / 100e9 / 4)
+
+
+def test_weights_cross_both_axes_that_share_them():
+    """Two stages: over context a part of the matrix, over fsdp all of it; in sum, all but the device's own part."""
+    fleet = chips.parse("v5e-4")
+    config = dataclasses.replace(TINY, data=DataConfig(seq_len=16, batch_size=4))
+    blocks = {block.name: block for block in roofline.step(config, Split(fsdp=2, context=2), fleet).blocks}
+    assert blocks["mlp"].fast["fsdp"] == pytest.approx(2 * 2 * 384 * 2 / 2 / 50e9)
+    assert blocks["mlp"].fast["context"] == pytest.approx(2 * 2 * 384 * 2 / 2 / 2 / 50e9)
+    # 2 rows of 16 tokens, one key head of 4: keys and values of 512 bytes, gathered and scattered in each layer.
+    assert blocks["attention"].fast["context"] == pytest.approx(2 * 2 * 512 / 2 / 50e9)
+    assert blocks["attention"].fast["fsdp"] == 0
+
+
+def test_long_rows_are_spread_along_context():
+    """More devices than rows and heads: only a part of a row each is left."""
+    config, fleet = large(1, 2**18), chips.parse("v5p-128")
+    best = advice.best(config, fleet)
+    assert best.fits
+    assert best.split.context >= 16
+    assert f"mesh.context={best.split.context}" in why.settings(best)
+    assert any(reason.startswith("context=") for reason in why.reasons(config, fleet, best))
+    assert advice.least_batch(large(3, 2**18), fleet) == 1
 
 
 @given(st.integers(1, 500), st.floats(1, 1e12), st.floats(1e6, 1e12))
@@ -148,6 +225,7 @@ def test_a_step_lies_between_its_bounds(chip, mesh, remat, micro, rows):
     assert 0 < step.most_mfu <= 1
     assert step.useful_flops <= sum(block.flops for block in step.blocks)
     assert sum(map(sum, step.by_axis().values())) == pytest.approx(step.network)
+    assert [*step.by_axis()] == [*split.sizes]
     for axis, (fast, slow) in step.by_axis().items():
         assert (fast > 0) == (split.sizes[axis] > 1)
         assert slow == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +43,19 @@ def abstract_model(model):
     return jax.tree.map(place, shapes)
 
 
-def kept_by_jax(model):
-    """Bytes of what the backward pass reads of the scanned layers: arrays with a leading 5 that are no argument."""
+def kept_by_jax(model, length=LENGTH, compute=ON_TPU):
+    """Bytes on a device of what the backward pass reads of the scanned layers: arrays with a leading 5."""
     sharding = jax.NamedSharding(jax.sharding.get_mesh(), SPECS["BT"])
-    ints = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=sharding)
-    floats = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=sharding)
+    ints = jax.ShapeDtypeStruct((ROWS, length), jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct((ROWS, length), jnp.float32, sharding=sharding)
     batch = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), ints) | {"weights": floats}
 
     def backward(model, batch):
-        return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, ON_TPU)[0], model)[1]
+        return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, compute)[0], model)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(backward, abstract_model(model), batch))
-    return sum(x.size * x.dtype.itemsize for x in kept if x.shape[:1] == (5,))
+    kept = [x for x in kept if x.shape[:1] == (5,)]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept)
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=list(SHAPES))
@@ -64,6 +66,20 @@ def test_activations_are_what_jax_keeps(model, remat):
     if remat != "none":  # jax.checkpoint reads the weights again, as arguments
         planned += model.num_layers * 4 * sum(layer_params(model).values())
     assert kept_by_jax(model) == planned
+
+
+@pytest.mark.parametrize(
+    ("method", "remat"), [("ring", "none"), ("all_gather", "none"), ("all_to_all", "none"), ("all_gather", "dots")]
+)
+def test_activations_along_context_are_what_jax_keeps(mesh_of, method, remat):
+    mesh_of(context=2)
+    model, length = dataclasses.replace(SHAPES["gated, grouped"], remat=remat), 512  # chunks of 128
+    split = Split(remat=remat, context=2, context_method=method)
+    planned = model.num_layers * memory.kept_by_layer(model, split, ROWS * length // 2, length)
+    if remat != "none":
+        each = layer_params(model)
+        planned += model.num_layers * 4 * (each["norms"] + (each["attention"] + each["mlp"]) / 2)
+    assert kept_by_jax(model, length, dataclasses.replace(ON_TPU, context_method=method)) == planned
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -113,7 +129,8 @@ def config_of(rows=64, layers=4, **model):
 def test_memory_never_grows_with_more_devices(fsdp, tensor, remat):
     config = config_of()
     here = memory.training(config, Split(1, fsdp, tensor, remat=remat)).total
-    for more in (Split(2, fsdp, tensor), Split(1, 2 * fsdp, tensor), Split(1, fsdp, 2 * tensor)):
+    bigger = Split(2, fsdp, tensor), Split(1, 2 * fsdp, tensor), Split(1, fsdp, 2 * tensor)
+    for more in (*bigger, Split(1, fsdp, tensor, context=2)):
         assert memory.training(config, dataclasses.replace(more, remat=remat)).total <= here
 
 

@@ -1,5 +1,7 @@
 """The plan's FLOPs of a step, recomputation included, against the products of the trainer's own traced step."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -15,28 +17,37 @@ ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
 
 
 @pytest.mark.parametrize(
-    ("mesh", "micro", "remat", "model"),
+    ("mesh", "micro", "remat", "model", "method"),
     [
-        ((1, 1, 1), 1, "none", {}),
-        ((1, 1, 1), 1, "dots", {}),
-        ((1, 1, 1), 2, "full", {"gated_mlp": False, "qk_norm": True, "window_pattern": (64, 0)}),
-        ((1, 2, 2), 1, "full", {"tie_embeddings": False, "vocab_size": 4096}),
+        ((1, 1, 1, 1), 1, "none", {}, "auto"),
+        ((1, 1, 1, 1), 1, "dots", {}, "auto"),
+        ((1, 1, 1, 1), 2, "full", {"gated_mlp": False, "qk_norm": True, "window_pattern": (64, 0)}, "auto"),
+        ((1, 2, 2, 1), 1, "full", {"tie_embeddings": False, "vocab_size": 4096}, "auto"),
+        ((1, 1, 1, 2), 1, "none", {}, "ring"),
+        ((2, 1, 1, 2), 1, "full", {}, "all_gather"),
+        ((1, 1, 1, 2), 1, "dots", {}, "all_to_all"),
     ],
-    ids=["one device", "dots", "micro-batches, two layers a group", "four devices, tokens brought to the head"],
+    ids=[
+        *("one device", "dots", "micro-batches, two layers a group", "four devices, tokens brought to the head"),
+        *("a ring", "keys gathered", "heads exchanged"),
+    ],
 )
-def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat):
+def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat, method):
     shape = {"vocab_size": 64, "num_layers": 4, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48}
+    seq_len = 128 if mesh[3] == 1 else 512  # a chunk of 128 is the shortest that the kernel takes
     config = Config(
         model=ModelConfig(**shape | model, remat=remat),
-        data=DataConfig(seq_len=128, batch_size=8),
+        data=DataConfig(seq_len=seq_len, batch_size=8),
         optim=OptimConfig(accumulation_steps=micro),
-        mesh=MeshConfig(*mesh),
+        mesh=MeshConfig(*mesh, method),
     )
-    split = Split(*mesh, micro, remat)
-    traced = trace_step(config, ON_TPU, mesh_of(*mesh))
+    split = Split(*mesh[:3], micro, remat, context=mesh[3], context_method=method)
+    traced = trace_step(config, dataclasses.replace(ON_TPU, context_method=method), mesh_of(*mesh))
     counted = flops.count(traced.jaxpr, split.devices, config.model)
     step = roofline.step(config, split, chips.parse(f"v5e-{split.devices}"))
     # The backward pass also sums the rows of o * do, which is written as a product and leaves no work to matrix units.
-    row_sums = 2 * 8 * 128 * 4 * 8 * 4 / split.devices
+    row_sums = 2 * 8 * seq_len * 4 * 8 * 4 / split.devices
+    if method == "ring":  # once for each pair of chunks: of two chunks, three at the first stop, two at the other
+        row_sums *= 5 / 2
     total = sum(block.flops for block in step.blocks)
     assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)

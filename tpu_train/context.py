@@ -49,11 +49,13 @@ class Layer:
 
     @property
     def links(self) -> tuple[int, int]:
-        """Links that a block crosses on its way round the ring, each hop the shorter way: without and with the way
-        home. A window needs the devices of neighbouring chunks alone (pallas_kernels.attention.ring.shifts)."""
+        """Links that a block crosses on its way round the ring, each hop the shorter way, and then on its way home.
+
+        A window needs the devices of neighbouring chunks alone (pallas_kernels.attention.ring.shifts).
+        """
         stops = self._stops()
-        hops = [min(b - a, self.devices - (b - a)) for a, b in itertools.pairwise((*stops, self.devices))]
-        return sum(hops[:-1]), sum(hops)
+        *there, home = (min(b - a, self.devices - (b - a)) for a, b in itertools.pairwise((*stops, self.devices)))
+        return sum(there), home
 
     def _stops(self) -> list[int]:
         C, chunk = self.devices, self.tokens // (2 * self.devices)
@@ -66,8 +68,8 @@ def sent(method: str, layer: Layer) -> float:
     """Bytes that a device sends for one layer, forward and backward, over links between neighbours.
 
     all_gather: keys and values, each time the forward pass runs, and their gradients scattered: (C - 1) / C of all.
-    ring: a C-th of keys and values over the ring's links, forward and once more backward; beside them their gradients
-        in float32, which come home (arXiv:2310.01889).
+    ring: a C-th of keys and values over the ring's links, forward and once more backward; beside them the sums of
+        their gradients in float32, which then go home in the compute dtype (arXiv:2310.01889).
     all_to_all: a C-th of queries, keys, values and outputs changes from a part of the tokens to a part of the heads,
         and their gradients back (arXiv:2309.14509).
     """
@@ -77,7 +79,7 @@ def sent(method: str, layer: Layer) -> float:
     if method == "all_to_all":
         return (layer.forwards + 1) * layer.qkvo_bytes / C * (C - 1) / C
     links, home = layer.links
-    return layer.kv_bytes / C * ((layer.forwards + 1) * links + FLOAT32 / layer.width * home)
+    return layer.kv_bytes / C * ((layer.forwards + 1 + FLOAT32 / layer.width) * links + home)
 
 
 def can_exchange(layer: Layer) -> bool:

@@ -15,7 +15,7 @@ AXES = ("data", "expert", "fsdp", "context", "tensor")
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes of `AXES`, with a -1 replaced by what is left of `num_devices`."""
     sizes = [getattr(config, axis) for axis in AXES]
-    said = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis != "context" or n != 1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"{said}: sizes are at least 1, and at most one is -1 (the devices left over)")
     fixed = math.prod(size for size in sizes if size != -1)

@@ -147,7 +147,7 @@ def _visit(ring: _Ring, see: Callable, pair: _Pair, rows, keys, of_rows, of_keys
 
 
 def _go_round(ring: _Ring, see: Callable, rows, keys, of_rows, of_keys):
-    """(of_rows, of_keys) after `see` of all pairs; the device's `keys` go round, `of_keys` a stop behind, and home."""
+    """(of_rows, of_keys) after `see` of all pairs; `keys` go round, `of_keys` a stop behind, as far as the last."""
     stops, C = ring.stops, ring.devices
 
     def at(stop, among, jump, next_jump, carry):
@@ -155,7 +155,8 @@ def _go_round(ring: _Ring, see: Callable, rows, keys, of_rows, of_keys):
         ahead, of_keys = _send(ring, keys, next_jump), _send(ring, of_keys, jump)
         for pair in _pairs(ring, stop, among):
             of_rows, of_keys = _visit(ring, see, pair, rows, keys, of_rows, of_keys)
-        return ahead, of_rows, of_keys
+        # Else XLA, to which a kernel is free, sends all blocks ahead of the first: none hidden, and all in memory.
+        return jax.lax.optimization_barrier((ahead, of_rows, of_keys))
 
     jumps = (0, *(b - a for a, b in itertools.pairwise(stops)), 0)
     carry = keys, of_rows, of_keys
@@ -167,7 +168,7 @@ def _go_round(ring: _Ring, see: Callable, rows, keys, of_rows, of_keys):
     else:
         for n, stop in enumerate(stops):
             carry = at(stop, (stop,), jumps[n], jumps[n + 1], carry)
-    return carry[1], _send(ring, carry[2], C - stops[-1])
+    return carry[1], carry[2]
 
 
 def _send(ring: _Ring, tree, jump: int):
@@ -249,14 +250,17 @@ def _attend_bwd(ring: _Ring, residuals, cotangents):
         return dq + more_q, tuple(x + more for x, more in zip(dkv, more_kv, strict=True))
 
     dq, dk, dv = (vary_like(jnp.zeros(x.shape, jnp.float32), q) for x in (q, k, v))
-    dq, (dk, dv) = _go_round(ring, see, (q, ids, o, lse, do, dlse), (k, v, ids), dq, (dk, dv))
+    dq, dkv = _go_round(ring, see, (q, ids, o, lse, do, dlse), (k, v, ids), dq, (dk, dv))
+    # Summed now, so the way home is of the operands' dtype.
+    home = tuple(x.astype(like.dtype) for x, like in zip(dkv, (k, v), strict=True))
+    dk, dv = _send(ring, home, ring.devices - ring.stops[-1])
     dsinks_N = None
     if sinks_N is not None:
         blind = lse == -jnp.inf
         rows = jnp.sum(o.astype(jnp.float32) * do, axis=-1).swapaxes(2, 3) - dlse
         p = jnp.exp(sinks_N[None, None, :, None] - jnp.where(blind, jnp.inf, lse))
         dsinks_N = -jnp.sum(jnp.where(blind, 0.0, p * rows), axis=(0, 1, 3))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks_N
+    return dq.astype(q.dtype), dk, dv, None, dsinks_N
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -295,6 +295,8 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
 def _pallas_call(
     call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
 ):
+    mask = call.spec.visits.mask
+    whole = "_whole" if mask.left is None and mask.right is None else ""  # so that its FLOPs can be told
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
@@ -309,7 +311,7 @@ def _pallas_call(
             out_shape=out_shape,
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=call.vmem_limit),
             interpret=call.interpret,
-            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}",
+            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}{whole}",
         )(scalars, *operands)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_train import aot, main
+from tpu_train import aot, context, main
 from tpu_train import config as config_lib
 from tpu_train.aot import search, table
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, UserError, apply_override
@@ -41,6 +41,10 @@ STEPS = {
     "v5p": step("v5p:2x2x1", PLAIN, "mesh.fsdp=2", "mesh.tensor=-1", "model.num_kv_heads=2"),
     "v6e": step("v6e:2x2", PLAIN),
     "7x": step("tpu7x:2x2x1", PLAIN),
+    "context": step(
+        *("v5e:2x2", "mesh.fsdp=1", "mesh.context=-1", "mesh.context_method=ring", "data.seq_len=1024"),
+        *("data.batch_size=1", "data.packing=false", "model.remat=none", "model.num_layers=2"),
+    ),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "too large": step("v5e:1x1", PLAIN, "data.batch_size=40000", "model.remat=none"),
 }
@@ -60,7 +64,7 @@ def answers(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices"])
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context"])
 def test_step_compiles_and_its_memory_adds_up(answers, name):
     answer = answers[name]
     report = table.Report(STEPS[name].topology, STEPS[name].num_slices, answer)
@@ -115,6 +119,17 @@ def test_traffic_between_slices_is_told_from_traffic_within(answers):
     assert () in by_axes or ("data",) in by_axes
     assert {tuple(c["axes"]) for c in answers["v5e"]["collectives"]} == {("fsdp",)}
     assert {"tensor", "fsdp"} <= {axis for c in answers["v5p"]["collectives"] for axis in c["axes"]}
+
+
+@pytest.mark.slow
+def test_keys_go_round_the_ring_beside_the_kernels_as_often_as_the_formula_says(answers):
+    permutes = [c for c in answers["context"]["collectives"] if c["kind"] == "collective-permute"]
+    layer = context.Layer(4, 1, 1024, 2, 1, 128, 2)
+    assert sum(c["runs"] * c["wire_bytes"] for c in permutes) == 2 * context.sent("ring", layer)
+    assert all(c["axes"] == ["context"] for c in permutes)
+    assert all(c["overlaps"] for c in permutes)
+    # All but the way home, of dk and dv, have a kernel to travel beside.
+    assert sum(c["kernels_meanwhile"] == 0 for c in permutes) <= 2
 
 
 @pytest.mark.slow

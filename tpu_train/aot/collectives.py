@@ -28,6 +28,7 @@ class Collective:
     runs: int
     overlaps: bool
     cycles_meanwhile: float  # the compiler's estimate of what runs between start and done
+    kernels_meanwhile: int  # Pallas kernels there, which it does not estimate
     source: str
 
     @property
@@ -50,7 +51,8 @@ def find(module: Module, mesh: Mapping[str, int], root: str = "") -> list[Collec
             kind = "reduce-scatter"
         groups = replica_groups(inner.rest, math.prod(mesh.values()))
         done = _done(module.computations[computation], at)
-        meanwhile = 0.0 if done is None else sum(map(module.cycles, module.computations[computation][at + 1 : done]))
+        between = module.computations[computation][at + 1 : at + 1 if done is None else done]
+        meanwhile = sum(map(module.cycles, between))
         axes = () if kind in BETWEEN_SLICES else axes_of(groups, mesh)
         found.append(
             Collective(
@@ -61,6 +63,7 @@ def find(module: Module, mesh: Mapping[str, int], root: str = "") -> list[Collec
                 runs,
                 meanwhile > 0,
                 meanwhile,
+                sum('custom_call_target="tpu_custom_call"' in other.rest for other in between),
                 module.source(inner, root),
             )
         )

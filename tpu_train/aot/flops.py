@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tpu_train.config import ModelConfig
+from tpu_train.flops import keys_seen
 
-# Products of a kernel on the scores that its mask lets through, each 2 H FLOPs a score; by the start of its name.
+# Products of a kernel on the scores that its mask lets through, each 2 H FLOPs a score; named "_whole", on all scores.
 ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 5}
 
 
@@ -28,8 +29,10 @@ def count(jaxpr: Any, devices: int, model: ModelConfig) -> dict[str, Any]:
             xla += runs * share * _dot(equation)
             continue
         kernels[name] = kernels.get(name, 0.0) + runs
-        if name in ATTENTION_PRODUCTS:
-            kernel += runs * ATTENTION_PRODUCTS[name] * _scores(model, [x.aval.shape for x in equation.invars])
+        products = ATTENTION_PRODUCTS.get(name.removesuffix("_whole"))
+        if products is not None:
+            shapes = [x.aval.shape for x in equation.invars]
+            kernel += runs * products * _scores(model, shapes, name.endswith("_whole"))
         elif stated := equation.params["cost_estimate"]:
             kernel += runs * stated.flops
         else:
@@ -47,6 +50,8 @@ def _walk(jaxpr: Any, runs: float, share: float) -> Iterator[tuple[str, float, A
             yield params["name"], runs, equation, share
         else:
             times = runs * (params["length"] if name == "scan" else 1)
+            if name == "cond":  # a device takes one of them, and which differs between devices
+                times /= len(params["branches"])
             for inner in _inner(params):
                 yield from _walk(inner, times, 1.0 if name == "shard_map" else share)
 
@@ -64,9 +69,13 @@ def _dot(equation: Any) -> float:
     return 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
 
 
-def _scores(model: ModelConfig, operands: list[tuple[int, ...]]) -> float:
-    """2 H times the scores that causal masks let through, over all heads; the mean over the window pattern."""
-    B, N, T, H = next(shape for shape in operands if len(shape) == 4 and shape[3] != 1)
-    widths = [min(window or T, T) for window in model.window_pattern]
-    seen = sum(w * (w + 1) / 2 + (T - w) * w for w in widths) / len(widths)
-    return 2.0 * H * B * N * seen
+def _scores(model: ModelConfig, operands: list[tuple[int, ...]], whole: bool) -> float:
+    """2 H times the scores of all heads: `whole` all, else what causal masks let through, as the window pattern has it.
+
+    Operands start with q [B, N, T, H] and, in the forward kernel, k and v, else end with k, its transpose and v. Fewer
+    queries than keys are a part of the row, as far as all parts together are concerned with as many keys each.
+    """
+    heads = [shape for shape in operands if len(shape) == 4]
+    (B, N, T, H), S = heads[0], heads[1 if len(heads) == 3 else -3][2]
+    seen = sum(keys_seen(S, window) for window in model.window_pattern) / len(model.window_pattern)
+    return 2.0 * H * B * N * T * (S if whole else seen)

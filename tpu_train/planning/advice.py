@@ -18,6 +18,7 @@ from tpu_train.planning.roofline import Step
 REMAT: tuple[Remat, ...] = ("none", "dots", "full")  # from least recomputed to least kept
 MOST_MICRO_BATCHES = 64
 MOST_CHIPS = 2**14  # of the scaling curve
+SHORTEST_CHUNK = 2048  # tokens; rows are not suggested to be cut finer along context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,14 @@ def weigh(config: Config, fleet: Fleet, split: Split) -> Choice:
 
 def own(config: Config, fleet: Fleet) -> Choice:
     """The config's own mesh, micro-batches and remat policy."""
-    data, fsdp, tensor = layout.mesh_shape(config.mesh, fleet.devices)
-    split = Split(data, fsdp, tensor, config.optim.accumulation_steps, config.model.remat, dtype_of(config, fleet))
+    sizes = dict(zip(layout.AXES, layout.mesh_shape(config.mesh, fleet.devices), strict=True))
+    split = Split(
+        **sizes,
+        accumulation=config.optim.accumulation_steps,
+        remat=config.model.remat,
+        dtype=dtype_of(config, fleet),
+        context_method=config.mesh.context_method,
+    )
     return weigh(config, fleet, split)
 
 
@@ -94,13 +101,10 @@ def best(config: Config, fleet: Fleet) -> Choice | None:
 def least_batch(config: Config, fleet: Fleet) -> int | None:
     """The smallest batch, in rows, that some mesh of the fleet's devices divides; None if there is no such mesh."""
     found = []
-    for tensor in _divisors(fleet.devices):
-        for fsdp in _divisors(fleet.devices // tensor):
-            data = fleet.devices // tensor // fsdp
-            rows = data * fsdp
-            trial = _with_batch(config, rows)
-            if _divides(trial, Split(data, fsdp, tensor), fleet):
-                found.append(rows)
+    for split in _meshes(config, fleet):
+        rows = split.data * split.fsdp
+        if _divides(_with_batch(config, rows), split, fleet):
+            found.append(rows)
     return min(found, default=None)
 
 
@@ -163,20 +167,29 @@ def _growing(fleet: Fleet, first: int) -> Iterator[Fleet]:
 def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
+    for mesh in _meshes(config, fleet):
+        mesh = dataclasses.replace(mesh, dtype=dtype, context_method=config.mesh.context_method)
+        if not _divides(config, mesh, fleet):
+            continue
+        for policy in REMAT:
+            split, count = None, 1
+            while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * mesh.fsdp) == 0:
+                split = dataclasses.replace(mesh, accumulation=count, remat=policy)
+                if limit is None or memory.training(config, split).total <= limit:
+                    break
+                count *= 2
+            if split is not None:
+                yield split
+
+
+def _meshes(config: Config, fleet: Fleet) -> Iterator[Split]:
+    """All of the fleet's devices; along context only where rows are long."""
     for tensor in _divisors(fleet.devices):
-        for fsdp in _divisors(fleet.devices // tensor):
-            mesh = Split(fleet.devices // tensor // fsdp, fsdp, tensor, dtype=dtype)
-            if not _divides(config, mesh, fleet):
+        for context in _divisors(fleet.devices // tensor):
+            if context > 1 and config.data.seq_len < 2 * context * SHORTEST_CHUNK:
                 continue
-            for policy in REMAT:
-                split, count = None, 1
-                while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * fsdp) == 0:
-                    split = dataclasses.replace(mesh, accumulation=count, remat=policy)
-                    if limit is None or memory.training(config, split).total <= limit:
-                        break
-                    count *= 2
-                if split is not None:
-                    yield split
+            for fsdp in _divisors(fleet.devices // tensor // context):
+                yield Split(fleet.devices // tensor // context // fsdp, fsdp, tensor, context=context)
 
 
 def _divides(config: Config, split: Split, fleet: Fleet) -> bool:

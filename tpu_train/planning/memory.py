@@ -9,10 +9,13 @@ chunks: where its kernel runs, logits are never in HBM, and the loss needs less 
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 from tpu_train.config import Config, ModelConfig
+from tpu_train.context import Layer, choose
 from tpu_train.flops import layer_params, num_params
+from tpu_train.layout import AXES
 
 Remat = Literal["none", "dots", "full"]
 
@@ -34,14 +37,21 @@ class Split:
     accumulation: int = 1
     remat: Remat = "none"
     dtype: str = "bfloat16"
+    context: int = 1
+    context_method: str = "auto"
 
     @property
     def devices(self) -> int:
-        return self.data * self.fsdp * self.tensor
+        return math.prod(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def shards(self) -> int:
+        """Parts that a weight's D is split into."""
+        return self.fsdp * self.context
 
     @property
     def width(self) -> int:
@@ -51,7 +61,18 @@ class Split:
     def tokens(self, config: Config) -> int:
         """Tokens of one micro-batch on one device."""
         rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp)
-        return rows * config.data.seq_len
+        return rows * config.data.seq_len // self.context
+
+    def attention(self, model: ModelConfig, tokens: int, seq_len: int) -> list[tuple[str, Layer]]:
+        """The method and the layer, for each entry of the window pattern; `tokens` on a device, rows of `seq_len`."""
+        heads = model.num_heads / self.tensor, model.kv_heads / self.tensor
+        found = []
+        for window in model.window_pattern:
+            rows = tokens * self.context // seq_len
+            layer = Layer(self.context, rows, seq_len, *heads, model.head_size, self.width, window)
+            method = choose(self.context_method, layer)  # as ops.py does, which knows no remat policy
+            found.append((method, dataclasses.replace(layer, forwards=1 if self.remat == "none" else 2)))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +98,9 @@ class Memory:
 
 
 def sharded_params(model: ModelConfig, split: Split) -> float:
-    """Scalars of the model on one device: matrices are split over fsdp and tensor, norm scales are not."""
+    """Scalars of the model on one device: matrices are split over fsdp, context and tensor, norm scales are not."""
     norms = model.num_layers * layer_params(model)["norms"] + model.model_dim
-    return (num_params(model) - norms) / (split.fsdp * split.tensor) + norms
+    return (num_params(model) - norms) / (split.shards * split.tensor) + norms
 
 
 def moments(config: Config, split: Split) -> float:
@@ -93,7 +114,7 @@ def moments(config: Config, split: Split) -> float:
     if config.optim.optimizer == "adamw":
         return whole * (first + FLOAT32)
     each = layer_params(config.model)
-    blocks = config.model.num_layers * (each["attention"] + each["mlp"]) / (split.fsdp * split.tensor)
+    blocks = config.model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
     return whole * (first + FLOAT32) - blocks * FLOAT32
 
 
@@ -103,7 +124,7 @@ def state(config: Config, split: Split) -> float:
     return weights + sum(gradients(config.model, split)) + moments(config, split)
 
 
-def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
+def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | None = None) -> float:
     """Bytes that the backward pass keeps of one layer; M = `tokens`, c = the compute dtype's bytes, t = tensor.
 
     full: the group's input, c M D for each group of layers in the window pattern.
@@ -113,7 +134,8 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
     none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
         product that reads it, and once for the gated kernel; q, k, v, attention's output twice (as heads and flat) and
         its float32 lse; the MLP's hidden values (gated: up act'(gate), act(gate), product; else: up, act(up)); q/k
-        norm: three float32 [M, heads, H].
+        norm: three float32 [M, heads, H]. Where keys and values are gathered over context, those of all tokens.
+    `seq_len`: tokens of a row, for layers along context; None is one row.
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
     M, c, t = tokens, split.width, split.tensor
@@ -130,26 +152,30 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int) -> float:
     total += 4 * FLOAT32 * M + FLOAT32 * each["norms"]
     if model.qk_norm:
         total += FLOAT32 * M * (3 * H + 2) * (N + K) / t
+    if split.context > 1:
+        found = split.attention(model, M, seq_len or M * split.context)
+        gathered = sum(layer.kv_bytes for method, layer in found if method == "all_gather") / len(found)
+        total += gathered * (split.context - 1) / split.context
     return total
 
 
 def activations(config: Config, split: Split) -> float:
     """Bytes kept from the forward to the backward pass: every layer's, and three float32 [M, D] of the final norm."""
     tokens = split.tokens(config)
-    layers = config.model.num_layers * kept_by_layer(config.model, split, tokens)
+    layers = config.model.num_layers * kept_by_layer(config.model, split, tokens, config.data.seq_len)
     return layers + 3 * FLOAT32 * tokens * config.model.model_dim
 
 
 def spreads_head(model: ModelConfig, split: Split, tokens: int) -> bool:
-    """Whether devices along fsdp bring their tokens to slices of the head, in place of the head to each: see ops.py."""
-    slices = split.tensor * split.fsdp
-    return split.fsdp > 1 and tokens * split.fsdp < model.vocab_size and model.vocab_size % slices == 0
+    """Whether devices that share a weight bring their tokens to slices of the head, in place of the head to each."""
+    slices = split.tensor * split.shards
+    return split.shards > 1 and tokens * split.shards < model.vocab_size and model.vocab_size % slices == 0
 
 
 def head_shape(model: ModelConfig, split: Split, tokens: int) -> tuple[int, int]:
     """(tokens, columns of the vocabulary) that a device takes the loss of."""
     if spreads_head(model, split, tokens):
-        return tokens * split.fsdp, model.vocab_size // (split.tensor * split.fsdp)
+        return tokens * split.shards, model.vocab_size // (split.tensor * split.shards)
     return tokens, model.vocab_size // split.tensor
 
 
@@ -162,7 +188,7 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
 def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
     """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'."""
     each = layer_params(model)
-    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.fsdp * split.tensor)
+    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
     norms = model.num_layers * each["norms"]
     others = sharded_params(model, split) - matrices - norms
     return split.width * matrices + FLOAT32 * norms, FLOAT32 * others
@@ -172,10 +198,11 @@ def training(config: Config, split: Split) -> Memory:
     """What a device holds in the worst moment of a step, which is one of two.
 
     loss: every activation is kept; a device's part of the head is there in the compute dtype and its gradient adds up
-        in float32: the head whole (over fsdp), or a slice of it and the tokens of all that share it, with their
-        gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
+        in float32: the head whole (over fsdp and context), or a slice of it and the tokens of all that share it, with
+        their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
     blocks: all gradients but the embedding's rows are there; a group of layers is computed again with everything that
-        remat none keeps, and its weights' gradients leave their products whole (over fsdp) in the compute dtype.
+        remat none keeps, and its weights' gradients leave their products whole (over fsdp and context) in the compute
+        dtype.
     Micro-batches add a running sum of all gradients in float32.
     """
     model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
@@ -183,11 +210,14 @@ def training(config: Config, split: Split) -> Memory:
     each, group = layer_params(model), len(model.window_pattern)
     matrices = each["attention"] + each["mlp"]
     of_blocks, of_others = gradients(model, split)
-    layers = model.num_layers * kept_by_layer(model, split, M)
+    seq_len = config.data.seq_len
+    layers = model.num_layers * kept_by_layer(model, split, M, seq_len)
     rows, columns = head_shape(model, split, M)
     head = (FLOAT32 + c) * columns * model.model_dim + (2 * c * rows * model.model_dim if rows > M else 0.0)
     logits = chunk_tokens(model, split, M) * columns * (FLOAT32 + c)
-    again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M) if split.remat != "none" else 0.0
+    again = 0.0
+    if split.remat != "none":
+        again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M, seq_len)
     running = weights if split.accumulation > 1 else 0.0
     peaks = (
         # (gradients, activations, logits, transient, where)

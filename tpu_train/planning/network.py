@@ -11,13 +11,18 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from tpu_train import context
 from tpu_train.chips import Fleet
 from tpu_train.config import UserError
+from tpu_train.layout import AXES
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A mesh axis of `fast` devices in a slice times `slow` slices, and what a device sends into each, in bytes/s."""
+    """A mesh axis of `fast` devices in a slice times `slow` slices, and what a device sends into each, in bytes/s.
+
+    `link_bytes`: of that, what goes to a neighbour one way.
+    """
 
     name: str
     fast: int
@@ -25,6 +30,7 @@ class Axis:
     fast_bytes: float | None
     slow_bytes: float | None
     switched: bool = False
+    link_bytes: float | None = None
 
     @property
     def size(self) -> int:
@@ -50,26 +56,45 @@ class Axis:
         fast, slow = self.gather(size)
         return fast / (self.fast if self.switched else 4), slow / 4
 
+    def permute(self, size: float) -> tuple[float, float]:
+        """Each device `size` bytes to its neighbour, all the same way; between slices there is no such neighbour."""
+        return size / self.link_bytes if self.link_bytes else 0.0, 0.0
+
     @property
     def unknown(self) -> bool:
         """Whether the axis crosses a network that the table has no speed of."""
         return (self.fast > 1 and not self.fast_bytes) or (self.slow > 1 and not self.slow_bytes)
 
 
+def attention(axis: Axis, method: str, layer: context.Layer) -> tuple[float, float]:
+    """Seconds on both networks of a layer's attention over rows split along `axis`, forward and backward.
+
+    What is sent stands in `context.sent`. A gather and a scatter go both ways round; an exchange counts as in
+    `Axis.exchange`; a block of the ring goes one way, a link at a time.
+    """
+    if method == "ring":
+        return axis.permute(context.sent(method, layer))
+    fast, slow = axis.gather(layer.kv_bytes) if method == "all_gather" else axis.exchange(layer.qkvo_bytes)
+    return (layer.forwards + 1) * fast, (layer.forwards + 1) * slow
+
+
 def axes(fleet: Fleet, sizes: Mapping[str, int]) -> dict[str, Axis]:
-    """The network that each axis of a mesh of these sizes gets. Raises UserError if `data` can't span the slices."""
+    """The network that each axis of a mesh of these sizes gets; an axis that is not named has one device.
+
+    Raises UserError if `data` can't span the slices.
+    """
     if sizes["data"] % fleet.slices:
         raise UserError(
             f"mesh.data={sizes['data']} is not a multiple of the {fleet.slices} slices; only data goes across slices"
         )
-    slow = {"data": fleet.slices, "fsdp": 1, "tensor": 1}
-    speeds = _fast_bytes(fleet, {name: sizes[name] // slow[name] for name in ("tensor", "fsdp", "data")})
+    slow = dict.fromkeys(AXES, 1) | {"data": fleet.slices}
+    speeds = _fast_bytes(fleet, {name: sizes.get(name, 1) // slow[name] for name in reversed(AXES)})
     return {
         name: Axis(
-            *(name, sizes[name] // slow[name], slow[name], speeds[name]),
-            *(fleet.chip.per_device("slow_bytes"), fleet.chip.switched),
+            *(name, sizes.get(name, 1) // slow[name], slow[name], speeds[name]),
+            *(fleet.chip.per_device("slow_bytes"), fleet.chip.switched, fleet.chip.per_device("link_bytes")),
         )
-        for name in ("data", "fsdp", "tensor")
+        for name in AXES
     }
 
 

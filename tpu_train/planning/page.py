@@ -25,12 +25,11 @@ def render(plan: dict[str, Any]) -> str:
     """The page of a plan as `report.report` gives it, with the config's name under "config"."""
     way, memory = plan["way"], plan["memory"]
     verdict = {None: "memory unknown", True: "fits", False: "does not fit"}[memory["fits"]]
-    mesh = f"data {way['data']} x fsdp {way['fsdp']} x tensor {way['tensor']}"
     summary = [
         ("chips", plan["chips"]["text"]),
         ("parameters", f"{plan['model']['parameters']:,}"),
         ("batch", f"{plan['batch']['rows']:,} rows, {plan['batch']['tokens']:,} tokens"),
-        ("mesh", f"{mesh} ({way['whose']})"),
+        ("mesh", f"{way['mesh']} ({way['whose']})"),
         ("micro-batches, remat, dtype", f"{way['accumulation']}, {way['remat']}, {way['dtype']}"),
         ("memory of a device", f"{bytes_text(memory['total'])} of {known(memory['room'], bytes_text)}: {verdict}"),
         ("step", f"{seconds_text(plan['step']['best'])} to {seconds_text(plan['step']['worst'])}"),

@@ -44,7 +44,7 @@ def report(config: Config, fleet: Fleet, inputs: Inputs) -> dict[str, Any]:
         "chips": _chips(fleet, watts, usd, inputs),
         "model": {"parameters": num_params(config.model), "by_block": params(config.model)},
         "batch": {"rows": config.data.batch_size, "tokens": config.data.batch_size * config.data.seq_len},
-        "way": {**dataclasses.asdict(chosen.split), "whose": whose},
+        "way": {**dataclasses.asdict(chosen.split), "mesh": _mesh(chosen), "whose": whose},
         "memory": _memory(config, chosen),
         "memory_by_remat": [
             {"remat": policy, "parts": memory.training(config, dataclasses.replace(chosen.split, remat=policy)).parts}
@@ -79,6 +79,10 @@ def _no_mesh(config: Config, fleet: Fleet) -> str:
     if rows is None:
         return f"{text}, nor any other batch: heads, mlp_dim and vocab_size do not divide; take fewer chips"
     return f"{text}; the smallest batch that spreads is --set data.batch_size={rows}"
+
+
+def _mesh(choice: Choice) -> str:
+    return " x ".join(f"{name} {size}" for name, size in choice.split.sizes.items() if name != "context" or size > 1)
 
 
 def _chips(fleet: Fleet, watts: float | None, usd: float | None, inputs: Inputs) -> dict[str, Any]:

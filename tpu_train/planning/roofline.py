@@ -15,6 +15,7 @@ import dataclasses
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, ModelConfig, UserError
 from tpu_train.flops import forward_flops_per_token, layer_params, train_flops_per_token
+from tpu_train.layout import AXES
 from tpu_train.planning import memory, network
 from tpu_train.planning.memory import FLOAT32, Split
 
@@ -92,7 +93,7 @@ class Step:
         """Seconds on the fast and the slow network, for each mesh axis."""
         return {
             axis: (sum(block.fast[axis] for block in self.blocks), sum(block.slow[axis] for block in self.blocks))
-            for axis in ("data", "fsdp", "tensor")
+            for axis in AXES
         }
 
 
@@ -149,30 +150,33 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     head_bytes = (
         chunks * (3 * c + 2 * FLOAT32) * columns * D + rows * columns * (5 * FLOAT32 + 3 * c) + 3 * c * rows * D
     )
-    traffic = _traffic(model, split, axes, M)
+    traffic = _traffic(model, split, axes, M, config.data.seq_len)
     state = memory.sharded_params(model, split)
     update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * memory.moments(config, split)
     return [
         ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
-        ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, {}),
+        ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, traffic["attention"]),
         ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
         # Rows are read and written in float32, both ways; the gradient starts as zeros of the table's own slice.
-        ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.fsdp), traffic["embedding"]),
+        ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.shards), traffic["embedding"]),
         # The backward pass takes the logits again: four products where the MFU counts three.
         ("head and loss", A * 4 * forward["head"], A * head_bytes, traffic["head"]),
         ("update", 0.0, update + A * c * state, {}),
     ]
 
 
-def _traffic(model: ModelConfig, split: Split, axes: dict[str, network.Axis], tokens: int) -> dict[str, Traffic]:
+def _traffic(
+    model: ModelConfig, split: Split, axes: dict[str, network.Axis], tokens: int, seq_len: int
+) -> dict[str, Traffic]:
     """Seconds by block and axis in a step.
 
     fsdp: weights are gathered in the compute dtype forward, and again backward unless remat is none; their gradients
         are scattered in it. Rows of the embedding are exchanged. The head is gathered and its gradient scattered in
         float32; or its slices are exchanged, the tokens gathered, and their float32 gradient all-reduced.
-    data: what fsdp leaves of a gradient is all-reduced, at the same width.
+    context: the same, of the part of a weight that fsdp does not bring; and attention (network.attention).
+    data: what both leave of a gradient is all-reduced, at the same width.
     tensor: one all-reduce of [M, D] for each half of a layer, forward and backward; attention's again under full, whose
         MLP needs its output. The embedding's rows and the head's float32 dx are summed once. What XLA sums together,
         the gradients through q, k and v for one, counts once.
@@ -181,30 +185,50 @@ def _traffic(model: ModelConfig, split: Split, axes: dict[str, network.Axis], to
     gathers = 1 if split.remat == "none" else 2
     each, table = layer_params(model), model.vocab_size * D / t
 
+    def over_shards(kind: str, size: float) -> Traffic:
+        """A gather, a reduction or an exchange over all that share a weight, in two stages."""
+        parts = {"context": size / split.fsdp, "fsdp": size / split.context if kind == "exchange" else size}
+        return {name: getattr(axes[name], kind)(part) for name, part in parts.items()}
+
     def weights(size: float, times: int, width: int) -> Traffic:
-        scatter, shard = times + 1, size * width / split.fsdp
-        fsdp = axes["fsdp"].gather(size * width)
-        return {"fsdp": _times(A * scatter, fsdp), "data": _times(A, axes["data"].reduce(shard))}
+        scatter, shard = times + 1, size * width / split.shards
+        gathers = over_shards("gather", size * width)
+        return _each(A * scatter, gathers) | {"data": _times(A, axes["data"].reduce(shard))}
 
     def sums(times: int, width: int) -> Traffic:
         return {"tensor": _times(A * times, axes["tensor"].reduce(width * tokens * D))}
 
     half = 3 if split.remat == "full" else 2
-    own = {"data": _times(A, axes["data"].reduce(FLOAT32 * table / split.fsdp))}
+    own = {"data": _times(A, axes["data"].reduce(FLOAT32 * table / split.shards))}
     rows, _ = memory.head_shape(model, split, tokens)
-    shared = c * tokens * split.fsdp * D  # of all tokens that share the weights
-    fsdp = axes["fsdp"]
+    shared = c * tokens * split.shards * D  # of all tokens that share the weights
     head = weights(table, 1, FLOAT32)
     if rows > tokens:
-        moves = (fsdp.gather(shared), _times(2, fsdp.exchange(FLOAT32 * table)), fsdp.reduce(FLOAT32 * rows * D))
-        head = own | {"fsdp": _times(A, (sum(move[0] for move in moves), sum(move[1] for move in moves)))}
+        moves = [over_shards("gather", shared), over_shards("reduce", FLOAT32 * rows * D)]
+        moves += 2 * [over_shards("exchange", FLOAT32 * table)]
+        head = own | _each(A, _sum(moves))
+    attention: Traffic = {}
+    if split.context > 1:
+        layers = split.attention(model, tokens, seq_len)
+        times = A * L / len(layers)
+        attention = _each(times, _sum([{"context": network.attention(axes["context"], *layer)} for layer in layers]))
     return {
         "projections": weights(L * each["attention"] / t, gathers, c) | sums(L * half, c),
         "mlp": weights(L * each["mlp"] / t, gathers, c) | sums(L * 2, c),
-        "embedding": own | {"fsdp": _times(2 * A, fsdp.exchange(shared))} | sums(1, c),
+        "attention": attention,
+        "embedding": own | _each(2 * A, over_shards("exchange", shared)) | sums(1, c),
         "head": head | {"tensor": _times(A, axes["tensor"].reduce(FLOAT32 * rows * D))},
     }
 
 
 def _times(factor: float, seconds: tuple[float, float]) -> tuple[float, float]:
     return factor * seconds[0], factor * seconds[1]
+
+
+def _each(factor: float, traffic: Traffic) -> Traffic:
+    return {axis: _times(factor, seconds) for axis, seconds in traffic.items()}
+
+
+def _sum(moves: list[Traffic]) -> Traffic:
+    """Of moves over the same axes."""
+    return {axis: (sum(move[axis][0] for move in moves), sum(move[axis][1] for move in moves)) for axis in moves[0]}

@@ -25,7 +25,7 @@ def _head(plan: dict[str, Any]) -> list[str]:
         f"chips:      {plan['chips']['text']}",
         f"parameters: {model['parameters']:,} ({parts})",
         f"batch:      {batch['rows']:,} rows, {count_text(batch['tokens'])} tokens a step",
-        f"mesh:       data {way['data']} x fsdp {way['fsdp']} x tensor {way['tensor']}, micro-batches "
+        f"mesh:       {way['mesh']}, micro-batches "
         f"{way['accumulation']}, remat {way['remat']}, {way['dtype']} ({way['whose']})",
         *(f"note:       {note}" for note in plan["notes"]),
     ]

@@ -13,7 +13,7 @@ def settings(choice: Choice) -> list[str]:
     """The --set arguments that make a run of the choice."""
     split = choice.split
     return [
-        *(f"mesh.{axis}={size}" for axis, size in split.sizes.items()),
+        *(f"mesh.{axis}={size}" for axis, size in split.sizes.items() if axis != "context" or size > 1),
         f"optim.accumulation_steps={split.accumulation}",
         f"model.remat={split.remat}",
     ]
@@ -40,6 +40,9 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
         found.append(f"fsdp={split.fsdp}: fsdp={split.fsdp // 2} with data={split.data * 2} {other}")
         other = _against(config, fleet, choice, fsdp=split.fsdp // 2, tensor=split.tensor * 2)
         found.append(f"fsdp={split.fsdp}: fsdp={split.fsdp // 2} with tensor={split.tensor * 2} {other}")
+    if split.context % 2 == 0:
+        other = _against(config, fleet, choice, context=split.context // 2, fsdp=split.fsdp * 2)
+        found.append(f"context={split.context}: context={split.context // 2} with fsdp={split.fsdp * 2} {other}")
     if split.accumulation > 1:
         other = _against(config, fleet, choice, accumulation=split.accumulation // 2)
         found.append(f"accumulation_steps={split.accumulation}: {split.accumulation // 2} {other}")
@@ -51,7 +54,7 @@ def _state(config: Config, choice: Choice) -> str:
     text = f"weights, gradients and moments are {bytes_text(size)}"
     if choice.room is None:
         return f"{text}; the memory of this chip is unknown"
-    shards = choice.split.fsdp * choice.split.tensor
+    shards = choice.split.shards * choice.split.tensor
     if shards == 1:
         return f"{text}, within the {bytes_text(choice.room)} of a device, so none is split"
     compared = "more than" if size > choice.room else "within"
