@@ -7,7 +7,7 @@
 under a mesh of one device of that generation, and compiled in another process, since libtpu reads its dump flags once,
 when it loads. `measure_all` compiles several programs in that one process, whose start takes seconds.
 
-The figures are predictions: what the program's bundles, the waits between them and the matrix units need, if no copy
+The figures are predictions: what the program's bundles, idle ones among them, and the matrix units need, if no copy
 between HBM and VMEM is ever waited for. There is no TPU in it, no numerics and no clock. `schedule_dump.py` says what
 is read, and what the dumps show of the matrix units.
 
@@ -38,7 +38,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import hlo_cost
 from pallas_kernels.runtime import CHIPS
-from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program, Region, kernel_files, read
+from pallas_kernels.schedule_dump import CORES, SLOTS, Core, DumpError, Program, Region, kernels, read
 
 Counts = Mapping[str, float] | Callable[[Region], float | None]
 
@@ -218,7 +218,7 @@ def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
     (folder / "dump").mkdir()
     (folder / "request.json").write_text(json.dumps(topologies))
     flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
-    flags += " --xla_jf_dump_llo_pass_label_regex=final|pre-delay|original"  # the stages that are read, not all seventy
+    flags += " --xla_jf_dump_category_filter=original,utilization,program"  # "codegen" takes nine times as long
     environment = compiler_environment(flags) | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # a found one dumps nothing
     child = [sys.executable, "-P", str(Path(__file__).with_name("schedule_child.py")), str(folder)]
     done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
@@ -238,19 +238,19 @@ def _report(
     if "error" in said:
         return ScheduleError(f"the compiler for {name} refuses it: {_essential(said['error'])}")
     core = CORES[generation]
+    module = (dump / "module.txt").read_text()
     try:
-        files = kernel_files(dump)
-        programs = [read(path, core) for path in files]
+        programs = [read(dump, name, core) for name in kernels(dump, module)]
         limits = said["vmem_limits"]
-        kernels = tuple(_kernel(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
-        _check_names(job.counts, [kernel.name for kernel in kernels])
+        found = tuple(_kernel(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
+        _check_names(job.counts, [kernel.name for kernel in found])
     except DumpError as error:
         return ScheduleError(f"can't read the dump of libtpu {versions['libtpu']}: {error}")
     except ScheduleError as error:
         return error
     costs = {name: said[name] for name in ("hbm_bytes", "temporary_bytes", "bytes_accessed")}
-    xla_cycles = hlo_cost.parse((dump / "module.txt").read_text()).total_cycles
-    return Report(name, kernels, **costs, xla_cycles=xla_cycles, flops=job.flops, core=core, versions=versions)
+    xla_cycles = hlo_cost.parse(module).total_cycles
+    return Report(name, found, **costs, xla_cycles=xla_cycles, flops=job.flops, core=core, versions=versions)
 
 
 def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[str, int]) -> Kernel:
@@ -311,11 +311,11 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
 
 
 def _region_rows(kernel: Kernel) -> list[str]:
-    header = f"  {'region':<22}{'runs':>9}{'bundles':>9}{'waits':>7}{'MXU':>8}{'cycles':>8}"
+    header = f"  {'region':<22}{'runs':>9}{'bundles':>9}{'idle':>7}{'MXU':>8}{'cycles':>8}"
     header += "".join(f"{slot:>8}" for slot in SLOTS) + "   spilled: stores, loads"
     rows = [header]
     for region in kernel.regions:
-        row = f"  {region.name:<22}{region.runs:>9,.0f}{region.bundles:>9,}{region.waits:>7,}{region.mxu_cycles:>8,}"
+        row = f"  {region.name:<22}{region.runs:>9,.0f}{region.bundles:>9,}{region.idle:>7,}{region.mxu_cycles:>8,}"
         row += f"{region.cycles:>8,}"
         for slot in SLOTS:
             row += f"{region.slots[slot] / max(region.bundles * kernel.capacity[slot], 1):>8.0%}"

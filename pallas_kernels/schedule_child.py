@@ -16,7 +16,7 @@ from typing import Any
 VMEM_LIMIT = re.compile(
     r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
 )
-KEPT = ("-final_bundles.txt", "_hlo-static-per-bundle-utilization.txt", "-original.txt")
+KEPT = ("-post-delay-converter.txt", "-pre-delay_hlo-static-per-bundle-utilization.txt", "-original.txt")
 
 
 def main(folder: Path) -> None:
@@ -81,7 +81,7 @@ def keep(dump: Path, folder: Path) -> None:
     """Moves the files that are read, and clears the rest."""
     folder.mkdir()
     for path in dump.iterdir():
-        if path.name.endswith(KEPT) and "schedule-analysis" not in path.name:
+        if path.name.endswith(KEPT):
             path.rename(folder / path.name)
         else:
             path.unlink()

@@ -67,7 +67,7 @@ FLOAT32_PASSES = 6  # of bf16 products, at the highest precision
 BODY, STEP, FORM = {128: 150, 256: 250}, 150, 0.5
 # Cycles to begin and end 1,024 sums that take several steps, and to read and write them once more in a step.
 ADDED, READ = {"forward": 2.4, "dx": 0.9, "dw": 0.9}, 0.1
-MOST = tuple(LANES << i for i in range(8))
+_MOST = tuple(LANES << i for i in range(8))
 
 
 def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
@@ -77,14 +77,14 @@ def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
 
 @functools.cache
 def _choose(kernel: str, problem: Problem, chip: Chip) -> Block:
-    sizes = [sorted({block_size(length, most) for most in MOST}) for length in (problem.T, problem.F, problem.D)]
+    sizes = [sorted({_block(length, most) for most in _MOST}) for length in (problem.T, problem.F, problem.D)]
     blocks = [Block(*each) for each in itertools.product(*sizes)]
     small = [b for b in blocks if _work(problem, b) <= unrolled(chip) * _bodies(kernel, problem, b, chip)]
     fitting = [b for b in small if vmem_bytes(kernel, problem, b, chip) <= SHARE * chip.vmem_bytes]
     return min(fitting or blocks[:1], key=lambda block: cost(kernel, problem, block, chip))
 
 
-def block_size(length: int, most: int) -> int:
+def _block(length: int, most: int) -> int:
     """A multiple of 128, or of 256 or 512 where it is long, up to `most`, that pads `length` least."""
     count = -(-length // most)
     unit = min(512, LANES << max(0, (length // count // LANES).bit_length() - 1))
@@ -153,6 +153,7 @@ def wide(size: int, chip: Chip) -> int:
 
 
 def padded(length: int, block: int) -> int:
+    """The length in whole blocks."""
     return -(-length // block) * block
 
 
