@@ -10,12 +10,13 @@ from tpu_train import context
 from tpu_train.config import Config, MeshConfig, UserError
 
 AXES = ("data", "expert", "fsdp", "context", "tensor")
+USUAL = ("data", "fsdp", "tensor")  # the others are named where they are more than 1
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes of `AXES`, with a -1 replaced by what is left of `num_devices`."""
     sizes = [getattr(config, axis) for axis in AXES]
-    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis != "context" or n != 1)
+    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis in USUAL or n != 1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"{said}: sizes are at least 1, and at most one is -1 (the devices left over)")
     fixed = math.prod(size for size in sizes if size != -1)
@@ -44,7 +45,7 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
     ):
         shards = math.prod(size[axis] for axis in axes)
         if dim % shards:
-            split = " x ".join(axis for axis in axes if size[axis] > 1 or axis not in ("expert", "context"))
+            split = " x ".join(axis for axis in axes if size[axis] > 1 or axis in USUAL)
             raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {split}")
     if model.capacity_factor is not None and size["context"] > 1:
         raise UserError(

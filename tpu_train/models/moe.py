@@ -54,6 +54,13 @@ def capacity(config: ModelConfig, row_length: int) -> int | None:
     return math.ceil(row_length * config.experts_per_token * config.capacity_factor / config.num_experts)
 
 
+def rows_at_home(config: ModelConfig, devices: int, rows: int, row_length: int) -> int:
+    """The most rows that can come for a device's experts, from tokens [rows, row_length] of each of `devices`."""
+    here, most = config.num_experts // devices, capacity(config, row_length)
+    each = row_length * min(config.experts_per_token, here)
+    return devices * rows * (each if most is None else min(each, here * most))
+
+
 class MoE(nnx.Module):
     """The mixture of experts of a layer, in place of its MLP."""
 
@@ -117,7 +124,8 @@ class MoE(nnx.Module):
             y_RD = experts(x_RD, count_E)
         else:
             there, back, sizes = dispatch.slices(count_E)
-            rows, ragged = self._rows_at_home(real_BT.shape), compute.platform == "tpu"
+            rows = rows_at_home(self.config, jax.lax.axis_size("expert"), *real_BT.shape)
+            ragged = compute.platform == "tpu"
             y_SD = experts(dispatch.exchange(x_RD, there, back, rows, ragged), sizes)
             y_RD = dispatch.exchange(y_SD, back, there, x_RD.shape[0], ragged)
         y_MKD = dispatch.put_back(y_RD, order_R, place_R).reshape(-1, k, y_RD.shape[1])
@@ -133,14 +141,6 @@ class MoE(nnx.Module):
         of_BRE = (chosen_BR[:, :, None] == jnp.arange(E)[None, None]).astype(jnp.int32)
         nth_BR = jnp.sum(jnp.cumsum(of_BRE, axis=1) * of_BRE, axis=2)  # from 1
         return jnp.where(nth_BR <= most, chosen_BR, E).reshape(chosen_MK.shape)
-
-    def _rows_at_home(self, shape: tuple[int, int]) -> int:
-        """The most rows that can come for one device's experts from tokens [B, T] of each device along `expert`."""
-        (B, T), devices = shape, jax.lax.axis_size("expert")
-        here = self.config.num_experts // devices
-        most = capacity(self.config, T)
-        rows = B * T * min(self.config.experts_per_token, here)
-        return devices * (rows if most is None else min(rows, B * here * most))
 
 
 def _count(chosen, num_experts: int) -> jax.Array:
