@@ -103,6 +103,7 @@ class Report:
     """What the compiler made of one program; `hbm_bytes` and `bytes_accessed` are the whole program's.
 
     `xla_cycles` is the compiler's own estimate for what is no Pallas kernel: a cost model's figure, not a schedule's.
+    None where JAX can't print the module that libtpu made, which 7x's often can't be.
     """
 
     topology: str
@@ -110,7 +111,7 @@ class Report:
     hbm_bytes: int
     temporary_bytes: int
     bytes_accessed: float
-    xla_cycles: float
+    xla_cycles: float | None
     flops: float | None
     core: Core
     versions: dict[str, str]
@@ -147,6 +148,8 @@ class Report:
         hbm = f"{self.hbm_bytes / 2**20:,.1f} MiB HBM, {self.bytes_accessed / 2**20:,.1f} MiB accessed"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         xla = f"; {self.xla_cycles:,.0f} more by XLA's estimate outside them" if self.xla_cycles else ""
+        if self.xla_cycles is None:
+            xla = "; XLA's estimate of what is outside them can't be read"
         return "\n".join([*lines, f"all: {self.cycles:,.0f} predicted cycles{share}{xla}; {hbm}; {versions}"])
 
 
@@ -249,7 +252,7 @@ def _report(
     except ScheduleError as error:
         return error
     costs = {name: said[name] for name in ("hbm_bytes", "temporary_bytes", "bytes_accessed")}
-    xla_cycles = hlo_cost.parse(module).total_cycles
+    xla_cycles = hlo_cost.parse(module).total_cycles if said["has_estimates"] else None
     return Report(name, found, **costs, xla_cycles=xla_cycles, flops=job.flops, core=core, versions=versions)
 
 

@@ -16,7 +16,12 @@ from typing import Any
 VMEM_LIMIT = re.compile(
     r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
 )
-KEPT = ("-post-delay-converter.txt", "-pre-delay_hlo-static-per-bundle-utilization.txt", "-original.txt")
+KEPT = (
+    "-post-delay-converter.txt",
+    "-pre-delay_hlo-static-per-bundle-utilization.txt",
+    "-original.txt",
+    "-TLP-hlo.txt",
+)
 
 
 def main(folder: Path) -> None:
@@ -58,17 +63,28 @@ def compile_one(folder: Path, i: int, mesh: Any) -> dict[str, Any]:
     memory: Any = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    try:
-        text = compiled.as_text() or ""
-    except Exception as error:  # libtpu may hold instructions that this JAX can't read
-        return {"error": f"its module can't be printed: {error}"}
+    text, has_estimates = module_text(compiled, folder / str(i))
     (folder / str(i) / "module.txt").write_text(text)
     return {
         "hbm_bytes": needed - memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_accessed": bytes_accessed(cost),
+        "has_estimates": has_estimates,
         "vmem_limits": {name: int(size) for name, size in VMEM_LIMIT.findall(text)},
     }
+
+
+def module_text(compiled: Any, dump: Path) -> tuple[str, bool]:
+    """The compiled module, and whether the compiler's estimates are in it.
+
+    They are in what JAX prints; where libtpu's module has instructions that this JAX can't read, the dump's text is
+    left.
+    """
+    try:
+        return compiled.as_text() or "", True
+    except Exception:
+        (file,) = dump.glob("*-TLP-hlo.txt")
+        return file.read_text(), False
 
 
 def bytes_accessed(cost: dict[str, float]) -> float:

@@ -37,7 +37,7 @@ from tpu_train.models.transformer import Transformer  # noqa: E402
 from tpu_train.optim import make_optimizer  # noqa: E402
 from tpu_train.precision import Compute, resolve  # noqa: E402
 from tpu_train.sharding import SPECS  # noqa: E402
-from tpu_train.train_step import TrainState, abstract_state  # noqa: E402
+from tpu_train.train_step import TrainState, abstract_state, with_features  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Ignored where the tests run in the background, which the processes that they interrupt would inherit.
@@ -173,6 +173,7 @@ def fresh_state() -> Callable[..., TrainState]:
             loss_scale=jnp.float32(2.0**15 if compute.scales_loss else 1.0),
             good_steps=jnp.zeros((), jnp.int32),
         )
+        state = with_features(state, config)
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_state(config, compute)))
 
     return make

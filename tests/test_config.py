@@ -171,20 +171,46 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("optim.b1=1", "optim.b1 is 1.0; it must lie between 0 and 1"),
         ("optim.b2=-0.1", "optim.b2 is -0.1; it must lie between 0 and 1"),
         ("optim.decay_fraction=1.5", "optim.decay_fraction is 1.5; it must lie between 0 and 1"),
+        ("optim.ema_decay=1", "optim.ema_decay is 1.0; it must lie between 0 and 1, or be none"),
+        ("optim.ema_decay=0", "optim.ema_decay is 0.0; it must lie between 0 and 1, or be none"),
+        ("run.spike_factor=1", "run.spike_factor is 1.0; it must be above 1, or none"),
+        ("run.max_skipped=-1", "run.max_skipped is -1; it must be 0 or more"),
         ("optim.final_lr_fraction=-1", "optim.final_lr_fraction is -1.0; it must lie between 0 and 1"),
         ("model.num_kv_heads=0", "model.num_kv_heads is 0; it must be above 0"),
         ("model.logit_soft_cap=0", "model.logit_soft_cap is 0.0; it must be above 0"),
         ("optim.weight_decay=-0.1", "optim.weight_decay is -0.1; it must be 0 or more"),
         ("optim.z_loss=-1", "optim.z_loss is -1.0; it must be 0 or more"),
         ("run.steps=0", "run.steps is 0; it must be above 0"),
+        ("checkpoint.every_steps=-1", "checkpoint.every_steps is -1; it must be 0 or more"),
+        ("checkpoint.every_minutes=-1", "checkpoint.every_minutes is -1.0; it must be 0 or more"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last is 0; it must be above 0"),
+        ("checkpoint.keep_every=-1", "checkpoint.keep_every is -1; it must be 0 or more"),
+        ("checkpoint.keep_best=-1", "checkpoint.keep_best is -1; it must be 0 or more"),
+        ("checkpoint.retry_minutes=-1", "checkpoint.retry_minutes is -1.0; it must be 0 or more"),
+        ("checkpoint.stop_seconds=0", "checkpoint.stop_seconds is 0.0; it must be above 0"),
         ("run.seed=-1", "run.seed is -1; it must be 0 or more"),
         ("data.batch_size=-16", "data.batch_size is -16; it must be above 0"),
+        ("data.prompt_key=q", "data.prompt_key is set, but data.source=python_stdlib has no fields"),
+        ("data.on_corrupt=ignore", "data.on_corrupt='ignore' is not one of stop, skip"),
     ],
 )
 def test_check_says_which_field_is_wrong(overrides, message):
-    config = apply_override(Config(), overrides)
     with pytest.raises(UserError) as error:
-        check(config)
+        check(apply_override(Config(), overrides))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"cache": "there"}, "data.cache=there is for text, and data.source=tokens has none"),
+        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and data.source=tokens has none"),
+        ({"prompt_key": "q"}, "data.source=tokens has no fields"),
+    ],
+)
+def test_fields_for_text_are_not_ignored_beside_tokens(field, message):
+    with pytest.raises(UserError) as error:
+        check(Config(data=DataConfig(source="tokens", paths=("a.bin",), **field)))
     assert message in str(error.value)
 
 
@@ -200,6 +226,8 @@ def test_check_says_which_field_is_wrong(overrides, message):
         "optim.decay_fraction=1",
         "model.window_pattern=8,0",
         "run.sample_tokens=0",
+        "checkpoint.every_steps=0",
+        "checkpoint.retry_minutes=0",
     ],
 )
 def test_check_accepts_the_edges_of_what_is_allowed(override):

@@ -61,8 +61,6 @@ def test_less_text_than_a_batch(tmp_path):
     fails(
         "training tokens, fewer than one batch of 2 x 8 = 16; lower data.batch_size", write_texts(tmp_path, "ab", "c")
     )
-    config = write_texts(tmp_path, *["abcd"] * 3)
-    fails("in the share of process 1, fewer than one batch", config, process_index=1, process_count=2)
 
 
 def test_a_single_short_document(tmp_path):
@@ -73,13 +71,8 @@ def test_a_single_short_document(tmp_path):
         validation_batches(config, vocab_size=256)
 
 
-def test_fewer_documents_than_processes_or_rows(tmp_path):
+def test_fewer_documents_than_rows(tmp_path):
     config = write_texts(tmp_path, *["some text that is long enough for a batch"] * 3)
-    fails(
-        "2 training documents can't feed 4 processes",
-        DataConfig(**{**vars(config), "batch_size": 4}),
-        process_count=4,
-    )
     fails(
         "2 training documents, fewer than the 4 rows of a batch",
         DataConfig(**{**vars(config), "batch_size": 4, "packing": False}),

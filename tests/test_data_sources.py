@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tpu_train.config import DataConfig
 from tpu_train.data import load_tokenizer, read_tokens, train_batches, validation_batches, write_tokens
-from tpu_train.data.sources import TokenSource, open_source
+from tpu_train.data.opening import open_source
+from tpu_train.data.sources import TokenSource
 from tpu_train.data.texts import TextFiles, stdlib_files
 
 TEXTS = [f"document {i}: " + "naïve text\n" * (i % 7) for i in range(30)]
@@ -65,9 +66,9 @@ def test_pieces_of_a_file_join_to_the_file(tmp_path_factory, text, fraction):
     path.write_bytes(text.encode())
     files = TextFiles([str(path)], 16, fraction)
     pieces = [files.read(i) for i in range(len(files))]
-    assert "".join(piece for piece, _ in pieces) == text
-    assert all(piece for piece, _ in pieces)
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(piece.text for piece in pieces)
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_long_files_are_cut_at_line_ends_and_only_the_last_piece_ends_the_document(tmp_path):

@@ -109,8 +109,9 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
         "train": "config workdir set processes",
-        "eval": "config step workdir set processes",
-        "generate": "config step workdir set processes prompt num_tokens num_samples temperature top_k seed",
+        "eval": "config step ema workdir set processes",
+        "diff": "arrays",
+        "generate": "config step ema workdir set processes prompt num_tokens num_samples temperature top_k seed",
         "plan": "config set chips slices tokens mfu watts price json html",
         "compile": "config topology num_slices search json set",
         "kernels": "topology op json update_budget",
@@ -125,8 +126,8 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no command 'trian'; there are train, eval, generate, plan, compile, kernels"),
-        (["--config=x"], "no command '--config=x'; there are train, eval, generate, plan, compile, kernels"),
+        (["trian"], f"no command 'trian'; there are {', '.join(main.COMMANDS)}"),
+        (["--config=x"], f"no command '--config=x'; there are {', '.join(main.COMMANDS)}"),
         (["train", "--confg=x"], "Unknown command line flag 'confg'. Did you mean: config ?"),
         (["eval", "--temperature=1"], "Unknown command line flag 'temperature'"),
         (["train", "run.py"], "train takes flags only, not 'run.py'; see tpu-train train --help"),
@@ -145,6 +146,10 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         (["eval", "--workdir=NONE"], "NONE has no checkpoints; give the --workdir of a run that has saved"),
         (["eval", "--workdir=EMPTY"], "EMPTY/checkpoints has no complete checkpoint"),
         (["generate", "--workdir=NONE", "--step=x"], "flag --step=x: invalid literal"),
+        (
+            ["eval", "--workdir=RUN", "--ema"],
+            "--ema: the run in RUN kept no moving average at step 8 (optim.ema_decay)",
+        ),
         (["eval", "--workdir=RUN", "--step=5"], "RUN/checkpoints has no checkpoint of step 5; it has 4, 8"),
         (["eval", "--workdir=RUN", "--set=model.num_layers=1"], "a checkpoint's model and optim are what they were"),
         (["eval", "--workdir=RUN", "--set=data.sed=1"], "unknown config field 'data.sed'; did you mean 'data.seed'?"),

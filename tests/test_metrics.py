@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import threading
 
 import numpy as np
@@ -34,6 +35,24 @@ def test_nan_and_infinity_become_null(tmp_path):
     with MetricsWriter(tmp_path, resume_step=0) as writer:
         writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "lr": np.float32(0.5)})
     assert metrics.read(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}]
+
+
+def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_torn(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path, resume_step=0) as writer:
+        writer.write(1, {"loss": 1.5})
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, hard))  # room for a part of the next line
+        try:
+            for step in range(2, 6):
+                writer.write(step, {"loss": 1.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert steps_of(tmp_path) == [1]
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"tpu-train: {tmp_path}/metrics.jsonl: File too large; its lines wait"
+        writer.write(6, {"loss": 1.5})
+        assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_step_among_the_values_is_rejected(tmp_path):

@@ -20,6 +20,7 @@ from tpu_train.planning import memory
 from tpu_train.planning.memory import Split
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P
+from tpu_train.train_step import abstract_state
 
 ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
 # Rows of 128 are the shortest that the attention kernel takes; 5 layers or groups, since no other dim is 5.
@@ -91,6 +92,20 @@ def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
     # The final norm is the one array of one dim; it has two moments.
     final = config.model.model_dim * (4 + (2 if moment_dtype == "bfloat16" else 4))
     assert memory.moments(config, Split()) == arrays + final
+
+
+@pytest.mark.parametrize("split", [Split(), Split(1, 4, 2)], ids=["one device", "eight"])
+def test_a_moving_average_adds_what_the_state_holds(mesh_of, split):
+    mesh_of(split.data, split.fsdp, split.tensor)
+    config = Config(model=SHAPES["gated, grouped"], optim=OptimConfig(ema_decay=0.99))
+    without = dataclasses.replace(config, optim=OptimConfig())
+    kept = jax.tree.leaves(abstract_state(config, ON_TPU).average)
+    here = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept)
+    assert abstract_state(without, ON_TPU).average is None
+    assert memory.average(config, split) == here > memory.average(without, split) == 0
+    assert memory.training(config, split).total - memory.training(without, split).total == here
+    assert memory.training(config, split).parts["average"] == here
+    assert "average" not in memory.training(without, split).parts
 
 
 def test_sharded_parameters_are_those_of_a_device_of_the_real_mesh(mesh_of):

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 240  # of the runs in child processes
 CHILD = ("data.source=python_stdlib", "data.paths=", f"run.steps={STEPS}", "run.eval_every=120", "optim.peak_lr=1e-2")
 CHILD += ("checkpoint.every_steps=25", "run.sample_tokens=20")
-KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu"]
+KEYS = ["step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "mfu", "skipped", "goodput"]
 
 
 @pytest.fixture(scope="session")
@@ -189,7 +189,7 @@ def test_sigterm_then_ctrl_c_then_a_kill_change_no_bit(start, whole, tmp_path):
     child.process.send_signal(signal.SIGTERM)
     child.wait_for(lambda: child.err)
     assert child.finish() == 143
-    assert child.err == "SIGTERM: finishing this step and saving; once more to stop at once\n"
+    assert child.err == "SIGTERM: finishing this step and saving, 120 s at most; once more to stop at once\n"
     (stopped,) = saved_steps(workdir)[-1:]
     assert 20 <= stopped < STEPS
     said = f"SIGTERM: saved step {stopped} in {workdir}; the same command continues from there"
@@ -199,7 +199,7 @@ def test_sigterm_then_ctrl_c_then_a_kill_change_no_bit(start, whole, tmp_path):
     child.read_to_step(stopped + 3)
     child.process.send_signal(signal.SIGINT)
     assert child.finish() == 130
-    assert child.err == "SIGINT: finishing this step and saving; once more to stop at once\n"
+    assert child.err == "SIGINT: finishing this step and saving, 120 s at most; once more to stop at once\n"
     assert f"continuing from step {stopped} in {workdir}" in child.out.splitlines()
     again = saved_steps(workdir)[-1]
     assert stopped + 3 <= again < STEPS
@@ -216,6 +216,7 @@ def test_sigterm_then_ctrl_c_then_a_kill_change_no_bit(start, whole, tmp_path):
     assert child.finish() == 0, f"killed after reading step {moment}, {left} were there: {child.err}"
     assert f"continuing from step {left[-1]} in {workdir}" in child.out.splitlines()
     assert_same_run(workdir, whole[1])
+    assert re.search(r"^time: \d.* over 4 starts, \d+\.\d% of it in steps; ", child.out, re.MULTILINE)
 
 
 def test_a_second_ctrl_c_stops_at_once(start):
@@ -229,9 +230,41 @@ def test_a_second_ctrl_c_stops_at_once(start):
     assert child.err.splitlines()[1:] == ["tpu-train: stopped at once"]
 
 
-def test_a_failed_save_ends_the_run_soon_and_with_one_line(start, tmp_path):
+SLOW = """
+import importlib.util, time
+from tpu_train.checkpoint import manifest
+
+spec = importlib.util.spec_from_file_location("real", {real!r})
+real = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+manifest.write = lambda *parts: time.sleep(600)
+
+
+def config():
+    return real.config()
+"""
+
+
+def test_a_last_save_that_takes_longer_than_it_may_is_told_and_ended(config_file, cache, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW.format(real=str(config_file)))
+    flags = ("--set=checkpoint.every_steps=0", "--set=checkpoint.stop_seconds=2")
+    child = Child(slow, tmp_path / "run", cache, *flags)
+    child.read_to_step(5)
+    child.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert child.finish() == 1
+    assert 1 < time.monotonic() - began < 30
+    assert child.err.splitlines() == [
+        "SIGTERM: finishing this step and saving, 2 s at most; once more to stop at once",
+        "tpu-train: the last save did not finish within checkpoint.stop_seconds=2; kept: no checkpoint",
+    ]
+    assert saved_steps(tmp_path / "run") == []
+
+
+def test_a_failed_save_that_is_not_to_be_tried_again_ends_the_run_soon_and_with_one_line(start, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
-    child = start()
+    child = start("--set=checkpoint.retry_minutes=0")
     child.read_to_step(20)
     child.wait_for((folder / "25").is_dir)
     folder.rename(tmp_path / "moved")
@@ -239,7 +272,9 @@ def test_a_failed_save_ends_the_run_soon_and_with_one_line(start, tmp_path):
     began = time.monotonic()
     assert child.finish() == 1, child.out
     assert time.monotonic() - began < 60
-    assert re.fullmatch(rf"tpu-train: saving step \d+ in {folder} failed: .*Not a directory.*\n", child.err)
+    assert re.fullmatch(
+        rf"tpu-train: saving step \d+ in {folder} failed: .*the folder is gone; kept: no checkpoint\n", child.err
+    )
 
 
 def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(start):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_train import devices, metrics, report
+from tpu_train import devices, goodput, metrics, report, watchdog
 from tpu_train.config import Config, DataConfig, ModelConfig, RunConfig
 from tpu_train.report import Reporter, RunFailed
 
@@ -25,6 +25,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(goodput, "time", clock)
     return clock
 
 
@@ -40,7 +41,8 @@ def reporter_of(tmp_path):
             data=DataConfig(seq_len=4),
             run=RunConfig(workdir=str(tmp_path), steps=100, **{"log_every": 1, **run}),
         )
-        opened.append(Reporter(config, mesh or jax.sharding.get_mesh(), step, start_time=1000.0))
+        clock = goodput.Clock(1000.0, watchdog.Watchdog(None))
+        opened.append(Reporter(config, mesh or jax.sharding.get_mesh(), step, 1000.0, clock))
         return opened[-1]
 
     yield make
@@ -49,7 +51,8 @@ def reporter_of(tmp_path):
 
 
 def values(loss=2.0, **more):
-    return {"loss": loss, "learning_rate": 1e-3, "grad_norm": 0.5, "tokens": TOKENS, **more}
+    made = {"loss": loss, "learning_rate": 1e-3, "grad_norm": 0.5, "tokens": TOKENS, "skipped": 0, **more}
+    return {"updated": float(math.isfinite(made["loss"]) and math.isfinite(made["grad_norm"]))} | made
 
 
 def test_step_time_leaves_out_compilation_evaluation_and_saving(reporter_of, clock, tmp_path):
@@ -182,40 +185,94 @@ def test_a_step_is_reported_only_when_the_next_is_dispatched(reporter_of, clock,
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_stops_the_run_with_one_line(reporter_of, clock, tmp_path, name, value):
-    reporter = reporter_of(log_every=50)
+    reporter = reporter_of(log_every=50, max_skipped=0)
     reporter.dispatched(1, values())
     reporter.last_good = 2
-    reporter.dispatched(3, values() | {name: value})
+    reporter.dispatched(3, values(**{name: value}))
+    clock.now += 1
     with pytest.raises(RunFailed) as failed:
         reporter.dispatched(4, values())
     message = str(failed.value)
-    assert message.startswith(f"{name} is {value} at step 3; kept: checkpoint of step 2 in {tmp_path};")
+    assert message.startswith(
+        f"{name} is {value} at step 3; kept: checkpoint of step 2 in {tmp_path}; tpu-train blame "
+    )
     assert "\n" not in message
+    assert [line["step"] for line in metrics.read(tmp_path)] == [1, 3]
 
 
 def test_a_run_that_fails_before_its_first_checkpoint_says_that_none_is_kept(reporter_of, clock):
-    reporter = reporter_of()
+    reporter = reporter_of(max_skipped=0)
     reporter.dispatched(1, values(loss=math.nan))
     with pytest.raises(RunFailed, match="at step 1; kept: no checkpoint in"):
         reporter.fetch()
 
 
 def test_the_failing_step_is_in_the_metrics(reporter_of, clock, tmp_path):
-    reporter = reporter_of()
-    reporter.dispatched(1, values(loss=math.nan))
+    reporter = reporter_of(max_skipped=0)
+    reporter.dispatched(1, values(loss=math.nan, skipped=1))
     with pytest.raises(RunFailed):
         reporter.fetch()
-    assert [(line["step"], line["loss"]) for line in metrics.read(tmp_path)] == [(1, None)]
+    assert [(line["step"], line["loss"], line["skipped"]) for line in metrics.read(tmp_path)] == [(1, None, 1)]
 
 
-def test_a_skipped_float16_step_goes_on_but_a_nan_loss_does_not(reporter_of, clock, tmp_path):
-    reporter = reporter_of()
-    reporter.dispatched(1, values(grad_norm=math.inf, loss_scale=32768.0))
+def test_skipped_steps_are_said_and_written_and_one_too_many_in_a_row_stops_the_run(
+    reporter_of, clock, tmp_path, capsys
+):
+    reporter = reporter_of(log_every=50, max_skipped=2)
+    finite = [True, False, False, True, False, False, False]
+
+    def step(number):
+        loss = 2.0 if finite[number - 1] else math.nan
+        reporter.dispatched(number, values(loss=loss, skipped=finite[:number].count(False)))
+        clock.now += 1
+        reporter.fetch()
+        reporter.log()
+
+    for number in range(1, 7):
+        step(number)
+    with pytest.raises(
+        RunFailed, match=r"^loss is nan at step 7, and the 2 step\(s\) before it were skipped too; kept"
+    ):
+        step(7)
+    written = {line["step"]: line["skipped"] for line in metrics.read(tmp_path)}
+    assert written == {1: 0, 2: 1, 3: 2, 5: 3, 6: 4, 7: 5}
+    said = capsys.readouterr().out
+    assert "step 3 changed nothing: loss is nan (2 in a row of at most 2)\n" in said
+    assert "step 5 changed nothing: loss is nan (1 in a row of at most 2)\n" in said
+    assert "skipped 4" in said
+
+
+def test_a_spike_is_told_from_a_nan(reporter_of, clock, capsys):
+    reporter = reporter_of(max_skipped=1, spike_factor=5.0)
+    spike = {"grad_norm": 12.34, "typical_norm": 1.5, "updated": 0.0}
+    reporter.dispatched(1, values(**spike))
+    reporter.dispatched(2, values(**spike))
     clock.now += 1
-    reporter.dispatched(2, values(loss=math.nan, loss_scale=16384.0))
+    why = "grad_norm 12.34 is over 5 times its median 1.5 (run.spike_factor)"
+    assert f"step 1 changed nothing: {why} (1 in a row of at most 1)\n" in capsys.readouterr().out
+    with pytest.raises(RunFailed) as failed:
+        reporter.fetch()
+    assert str(failed.value).startswith(f"{why} at step 2, and the 1 step(s) before")
+
+
+def test_float16_overflows_lower_the_scale_and_stop_nothing_but_a_nan_loss_does(reporter_of, clock, tmp_path, capsys):
+    reporter = reporter_of(max_skipped=0)
+    for step in range(1, 6):
+        reporter.dispatched(step, values(grad_norm=math.inf, loss_scale=2.0 ** (16 - step), skipped=step))
+        clock.now += 1
+    assert reporter.skipped_in_row == 0
+    assert "changed nothing" not in capsys.readouterr().out
+    reporter.dispatched(6, values(loss=math.nan, loss_scale=16384.0))
     clock.now += 1
-    assert metrics.read(tmp_path)[0]["loss_scale"] == 32768.0
-    with pytest.raises(RunFailed, match="loss is nan at step 2"):
+    assert [line["loss_scale"] for line in metrics.read(tmp_path)] == [2.0**15, 2.0**14, 2.0**13, 2.0**12, 2.0**11]
+    with pytest.raises(RunFailed, match="loss is nan at step 6"):
+        reporter.fetch()
+
+
+def test_float16_whose_gradients_overflow_without_a_scale_stops(reporter_of, clock):
+    reporter = reporter_of(max_skipped=0)
+    reporter.dispatched(1, values(grad_norm=math.inf, loss_scale=1.0))
+    with pytest.raises(RunFailed, match="grad_norm is inf at step 1"):
         reporter.fetch()
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tpu_train import config, mesh, metrics, precision, train, train_step
-from tpu_train.checkpoint import Checkpoints
+from tpu_train import config, goodput, mesh, metrics, precision, train, train_step, watchdog
+from tpu_train.checkpoint import Checkpoints, Saver
 from tpu_train.report import Reporter
 from tpu_train.train_step import abstract_state, make_train_step
 
@@ -52,18 +52,20 @@ def compiled_once(cache):
 
 
 @functools.cache
-def step_of(model, optim, steps, compute):
+def step_of(model, optim, steps, spike_factor, compute):
     """The train step without what it does not depend on, so that runs in this process share one trace."""
-    made = config.Config(model=model, optim=optim, run=config.RunConfig(steps=steps))
+    made = config.Config(model=model, optim=optim, run=config.RunConfig(steps=steps, spike_factor=spike_factor))
     return make_train_step(made, compute)
 
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch):
     monkeypatch.setattr(train, "make_eval_step", functools.cache(train.make_eval_step))
-    monkeypatch.setattr(
-        train_step, "make_train_step", lambda made, compute: step_of(made.model, made.optim, made.run.steps, compute)
-    )
+
+    def make(made, compute):
+        return step_of(made.model, made.optim, made.run.steps, made.run.spike_factor, compute)
+
+    monkeypatch.setattr(train_step, "make_train_step", make)
 
 
 @pytest.fixture(autouse=True)
@@ -181,9 +183,12 @@ def saved_arrays(workdir, step):
     [
         ("run.steps=9",),
         ("run.steps=9", "data.workers=1"),
-        ("run.steps=9", "optim.optimizer=muon", "optim.accumulation_steps=2", "run.precision=float16"),
+        (
+            *("run.steps=9", "optim.optimizer=muon", "optim.accumulation_steps=2", "run.precision=float16"),
+            *("optim.ema_decay=0.9", "run.spike_factor=50"),
+        ),
     ],
-    ids=["adamw", "workers", "muon-float16"],
+    ids=["adamw", "workers", "muon-float16-average-spikes"],
 )
 def test_resume_is_bitwise(config_of, ends, at_step, overrides, tmp_path):
     whole = config_of(*overrides)
@@ -296,7 +301,7 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
 
     def step(state, batch):
         events.append(f"dispatch {int(state.step) + 1}")
-        values = {"loss": 1.0, "learning_rate": 0.0, "grad_norm": 1.0, "tokens": 1.0}
+        values = {"loss": 1.0, "learning_rate": 0.0, "grad_norm": 1.0, "tokens": 1.0, "updated": 1.0, "skipped": 0}
         return State(state.step + 1), values
 
     class State:
@@ -304,30 +309,37 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
             self.step = step
 
     class Checkpoint:
+        is_saving = False
+
         def save(self, step, *parts):
             events.append(f"save {step}")
+            self.is_saving = True
 
         def wait(self):
             events.append("wait")
+            self.is_saving = False
+
+        def poll(self):
+            return False
+
+        def is_best(self, loss):
+            return False
 
     monkeypatch.setattr(Reporter, "_fetch", note_fetch)
     monkeypatch.setattr(train.Run, "_next_batch", lambda run: None)
     monkeypatch.setattr(train.Run, "_evaluate", lambda run, state: events.append("evaluate") or 1.0)
     monkeypatch.setattr(train, "_is_finite", lambda state: True)
     made = config_of("run.steps=5", "run.eval_every=3", "checkpoint.every_steps=3")
-    reporter = Reporter(made, one_device, 0, 0.0)
-    looping = train.Run(made, one_device, step, None, iter(()), None, Checkpoint(), reporter, train.Stop())
+    clock = goodput.Clock(0.0, watchdog.Watchdog(None))
+    reporter = Reporter(made, one_device, 0, 0.0, clock)
+    saving = Saver(Checkpoint(), made.checkpoint)
+    looping = train.Run(made, one_device, step, None, iter(()), None, saving, reporter, train.Stop(), clock)
     assert looping.loop(State(0)).step == 5
     reporter.close()
     assert events == [
         *("dispatch 1", "dispatch 2", "fetch 1", "dispatch 3", "fetch 2", "fetch 3", "evaluate", "save 3"),
         *("dispatch 4", "dispatch 5", "fetch 4", "fetch 5", "evaluate", "save 5", "wait"),
     ]
-
-
-def test_the_last_step_is_saved_once_when_it_is_one_to_save_anyway(config_of):
-    assert run(config_of("run.steps=8", "checkpoint.every_steps=4")) == 0
-    assert saved_steps(config_of().run.workdir) == [4, 8]
 
 
 def test_a_relative_workdir_works(config_of, monkeypatch, tmp_path):

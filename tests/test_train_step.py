@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_train import spikes
 from tpu_train import train_step as module
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.loss import weighted_loss
@@ -60,7 +61,7 @@ def test_gradients_kept_in_the_compute_dtype_are_those_of_the_float32_weights(ti
     config = tiny("run.precision=bfloat16", "optim.z_loss=0.01")
     compute = resolve(config.run, "cpu")
     state, batch = fresh_state(config, compute), place(random_batch(config))
-    _, grads, _ = jax.jit(lambda s, b: module._loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
+    _, grads, _ = jax.jit(lambda s, b: module.loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
     one = jax.tree.map(lambda x: x[0], batch)
 
     def mean_loss(model):
@@ -142,6 +143,96 @@ def test_float16_skips_a_step_that_overflows_and_moves_its_scale(tiny, random_ba
         state, metrics = step(state, place(empty))
         assert float(state.loss_scale) == 2.0**24
     assert all(np.isfinite(x).all() for x in leaves(state.model))
+
+
+def state_leaves(state):
+    return leaves((state.model, state.opt_state, state.average, state.norms))
+
+
+@pytest.mark.parametrize("part", ["batch", "weight"])
+@pytest.mark.parametrize(
+    "overrides", [[], ["run.precision=bfloat16", "optim.optimizer=muon", "optim.accumulation_steps=2"]]
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
+    tiny, random_batch, fresh_state, place, overrides, part
+):
+    config = tiny("optim.warmup_steps=5", "optim.ema_decay=0.9", "run.spike_factor=4", *overrides)
+    compute = resolve(config.run, "cpu")
+    step, batch = make_train_step(config, compute), random_batch(config)
+    state, metrics = step(fresh_state(config, compute), place(batch))
+    assert (bool(metrics["updated"]), int(metrics["skipped"]), int(state.step)) == (True, 0, 1)
+
+    bad, broken = batch, state
+    if part == "batch":
+        bad = batch | {"weights": batch["weights"] * np.float32(np.nan)}
+    else:
+        whole = state.model.final_norm.scale_D[...]
+        state.model.final_norm.scale_D[...] = whole.at[3].set(jnp.inf)
+    before, rate = state_leaves(broken), float(metrics["learning_rate"])
+    old = jax.tree.leaves((state.model, state.opt_state))
+    state, metrics = step(broken, place(bad))
+    assert all(x.is_deleted() for x in old)
+    assert not np.isfinite(metrics["loss"])
+    assert (bool(metrics["updated"]), int(metrics["skipped"]), int(state.step)) == (False, 1, 2)
+    for a, b in zip(state_leaves(state), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(metrics["learning_rate"]) == pytest.approx(2 * rate)
+    if part == "batch":  # the next good batch goes on as if nothing had been
+        state, metrics = step(state, place(batch))
+        assert float(metrics["learning_rate"]) == pytest.approx(2 * rate)
+        assert (bool(metrics["updated"]), int(metrics["skipped"]), int(state.step)) == (True, 1, 3)
+        assert any(np.any(a != b) for a, b in zip(state_leaves(state), before, strict=True))
+
+
+def test_the_average_of_the_weights_is_numpys(tiny, random_batch, fresh_state, place):
+    config = tiny("optim.ema_decay=0.25")
+    step, state = make_train_step(config, resolve(config.run, "cpu")), fresh_state(config)
+    wanted = [x.astype(np.float64) for x in leaves(state.model)]
+    for update in range(1, 5):
+        state, _ = step(state, place(random_batch(config, update)))
+        decay = min(0.25, (1 + update) / (10 + update))
+        wanted = [decay * a + (1 - decay) * p for a, p in zip(wanted, leaves(state.model), strict=True)]
+    for got, want, weight in zip(leaves(state.average), wanted, leaves(state.model), strict=True):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+        assert np.any(got != weight)
+
+
+def test_a_spike_is_a_norm_over_so_many_times_the_median_of_the_last_updates():
+    rng = np.random.default_rng(0)
+    norms, seen = spikes.no_norms(), []
+    for update in range(150):
+        typical = float(jax.jit(spikes.typical_norm)(norms))
+        last = seen[-spikes.WINDOW :]
+        if len(last) <= spikes.WINDOW // 2:
+            assert typical == np.inf
+        elif len(last) == spikes.WINDOW:
+            assert typical == pytest.approx(np.median(last), rel=1e-6)
+        seen.append(rng.lognormal())
+        norms = jax.jit(spikes.remember)(norms, jnp.float32(seen[-1]), jnp.int32(update))
+
+
+def test_a_spike_changes_nothing_and_is_not_remembered(tiny, random_batch, fresh_state, place, monkeypatch):
+    monkeypatch.setattr(spikes, "WINDOW", 4)
+    config = tiny("run.spike_factor=1.5", "optim.peak_lr=1e-6")
+    step, state = make_train_step(config, resolve(config.run, "cpu")), fresh_state(config)
+    calm = random_batch(config)
+    # The last row alone: fewer tokens, so a gradient that is averaged over less and larger.
+    wild = calm | {"weights": calm["weights"] * (np.arange(8) == np.argmin(calm["weights"].sum((0, 2))))[None, :, None]}
+    norms = []
+    for batch in (calm, wild, calm, calm, calm):
+        state, metrics = step(state, place(batch))
+        assert metrics["updated"]
+        norms.append(float(metrics["grad_norm"]))
+    assert norms[1] > 2 * norms[0]
+    before = state_leaves(state)
+    state, metrics = step(state, place(wild))
+    assert (bool(metrics["updated"]), int(metrics["skipped"])) == (False, 1)
+    assert float(metrics["typical_norm"]) == pytest.approx(np.median(norms[1:]), rel=1e-6)
+    for a, b in zip(state_leaves(state), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, metrics = step(state, place(calm))
+    assert (bool(metrics["updated"]), int(metrics["skipped"])) == (True, 1)
 
 
 def test_loss_scale_is_taken_out_of_the_gradient(tiny, random_batch, fresh_state, place):

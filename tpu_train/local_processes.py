@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from tpu_train.config import UserError
+from tpu_train.watchdog import EXIT_CODE as HANGS
 
 GRACE_SECONDS = 3.0  # after a failure
 STOP_SECONDS = 30.0  # after one process left because of a signal
@@ -103,6 +104,10 @@ def _watch(children: Sequence[subprocess.Popen], logs: Sequence[IO[bytes]]) -> i
             _end_rest(children, STOP_SECONDS if stopped else GRACE_SECONDS)
             if stopped and all(child.returncode == code for child in children):
                 return code
+            if code == HANGS:  # the one that hangs may not be the first to say so
+                for other in set(range(1, len(children))) - {index}:
+                    if children[other].returncode == HANGS:
+                        _show(logs[other])
             return _failed(index, children, logs[index])
     return 0
 
@@ -129,11 +134,15 @@ def _failed(index: int, children: Sequence[subprocess.Popen], log: IO[bytes]) ->
         return 2  # bad input, which all found; process 0 has said so
     if index == 0 and code == 128 + signal.SIGPIPE:
         return code  # our reader went away, as `| head` does
-    log.seek(0)
-    sys.stderr.write(log.read().decode(errors="replace"))
+    _show(log)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     print(f"tpu-train: process {index} of {len(children)} {how}; the others were stopped", file=sys.stderr)
     return 128 - code if code < 0 else code
+
+
+def _show(log: IO[bytes]) -> None:
+    log.seek(0)
+    sys.stderr.write(log.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager

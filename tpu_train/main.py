@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, plan, compile, kernels."""
+"""The `tpu-train` command: train, eval, generate, diff, blame, plan, compile, kernels."""
 
 import logging
 import os
@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train the model that a config file describes, or continue where its workdir stopped",
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
+    "diff": "the first step where two runs part, and by how much: tpu-train diff WORKDIR1 WORKDIR2",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
@@ -76,11 +77,25 @@ def main(argv: list[str]) -> int:
 
     try:
         rest = values([f"tpu-train {command}", *argv[2:]])[1:]
+        if command == "diff":
+            return _diff(list(rest), values)
         if rest:
             raise UserError(f"{command} takes flags only, not {rest[0]!r}; see tpu-train {command} --help")
         return _run(command, values, argv[1:])
     except (UserError, flags.Error) as error:
         return _fail(error, 2)
+
+
+def _diff(workdirs: list[str], values: flags.FlagValues) -> int:
+    from tpu_train.config import UserError
+
+    if len(workdirs) != 2:
+        raise UserError(f"diff takes two workdirs, not {len(workdirs)}: tpu-train diff runs/a runs/b")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # to read with
+    _prepare_jax()
+    from tpu_train import diff
+
+    return diff.show(workdirs[0], workdirs[1], limit=int(values["arrays"].value or 1))
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -107,6 +122,9 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
         add(flags.DEFINE_string, "update_budget", None, "also write the cycles into this budget file")
         return values
+    if command == "diff":
+        add(flags.DEFINE_integer, "arrays", 10, "list so many arrays that differ", lower_bound=1)
+        return values
     if command == "compile":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
         add(flags.DEFINE_string, "topology", "v5e:4x4", "one slice: v4, v5e, v5p, v6e or 7x, and a shape such as :4x4")
@@ -123,6 +141,7 @@ def _flags_of(command: str) -> flags.FlagValues:
     else:
         add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
+        add(flags.DEFINE_bool, "ema", False, "use the moving average of the weights, where optim.ema_decay kept one")
     add(flags.DEFINE_string, "workdir", None, "where checkpoints and metrics go; default: runs/<name of the config>")
     add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
     add(flags.DEFINE_integer, "processes", 1, "run as so many processes on this machine, each with a CPU device")
@@ -196,6 +215,8 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         if local_processes.wanted(flag["processes"]):
             return local_processes.run(flag["processes"], argv)
         _prepare_jax()
+        if config.run.deterministic:  # XLA reads it once; on CPU and TPU it changes nothing
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
         _join()
         from tpu_train import checkpoint, report, train
 

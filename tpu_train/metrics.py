@@ -4,9 +4,11 @@ metrics.jsonl holds one object a line, `{"step": 120, "loss": 2.31, ...}`, and i
 it are a view. Each line is flushed as it is written, so a killed run loses none, and a reader sees whole lines.
 """
 
+import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,16 @@ class MetricsWriter:
 
     On opening, the lines of steps after `resume_step` go, since those steps run again; so does a last line that was cut
     short. Everything else stays byte for byte. A damaged line elsewhere raises UserError and nothing is changed.
+
+    Lines that a full or absent disk refuses wait until it takes them; TensorBoard does without them.
     """
 
     def __init__(self, workdir: Path, resume_step: int) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / FILE_NAME
         _keep_up_to(path, resume_step)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._waiting, self._refused = b"", False
         self._tensorboard_dir = workdir / "tensorboard"
         self._resume_step = resume_step
         self._tensorboard: Any = None
@@ -38,16 +43,29 @@ class MetricsWriter:
             raise ValueError("values holds 'step', which write() puts in itself")
         numbers = {name: _finite(value) for name, value in values.items()}
         line = json.dumps({"step": int(step), **numbers}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        for name, number in numbers.items():
-            if number is not None:
-                self._tensorboard_writer().add_scalar(name, number, step)
+        self._waiting += line.encode() + b"\n"
+        self._write_waiting()
+        with contextlib.suppress(OSError):
+            for name, number in numbers.items():
+                if number is not None and not self._waiting:
+                    self._tensorboard_writer().add_scalar(name, number, step)
 
     def close(self) -> None:
+        self._write_waiting()
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:  # a disk that fills up takes a part
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                print(f"tpu-train: {self._file.name}: {error.strerror}; its lines wait", file=sys.stderr, flush=True)
+            self._refused = True
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -60,8 +78,9 @@ class MetricsWriter:
             from tensorboardX import SummaryWriter  # here, because it takes part of a second to import
 
             # purge_step tells TensorBoard to forget what an earlier run wrote from that step on.
+            # Its thread ends when a disk is full, and a short queue would then hold up the run.
             self._tensorboard = SummaryWriter(
-                str(self._tensorboard_dir), purge_step=self._resume_step + 1, flush_secs=10
+                str(self._tensorboard_dir), max_queue=30_000, purge_step=self._resume_step + 1, flush_secs=10
             )
         return self._tensorboard
 
@@ -80,6 +99,7 @@ def format_progress(step: int, steps: int, values: Mapping[str, float | None], e
     shown = {
         "loss": lambda v: f"loss {v:.4f}",
         "validation_loss": lambda v: f"validation {v:.4f}",
+        "skipped": lambda v: f"skipped {v}" if v else None,
         "learning_rate": lambda v: f"lr {v:.1e}",
         "grad_norm": lambda v: f"grad {v:.2f}" if abs(v) < 1000 else f"grad {v:.1e}",
         "tokens_per_second": lambda v: f"{_with_unit(v)} tok/s",
@@ -87,7 +107,8 @@ def format_progress(step: int, steps: int, values: Mapping[str, float | None], e
         "mfu": lambda v: f"mfu {v:.1%}",
     }
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
-    parts += [form(value) for name, form in shown.items() if (value := values.get(name)) is not None]
+    told = [form(value) for name, form in shown.items() if (value := values.get(name)) is not None]
+    parts += [text for text in told if text is not None]
     if eta_seconds is not None and math.isfinite(eta_seconds):
         parts.append(f"eta {format_duration(eta_seconds)}")
     return "  ".join(parts)

@@ -67,6 +67,16 @@ def _in_auto_mode(optimizer: optax.GradientTransformation) -> optax.GradientTran
     return optax.GradientTransformation(optimizer.init, update)
 
 
+def moving_average(average: Tree, params: Tree, decay: float, updates: jax.Array) -> Tree:
+    """The exponential moving average of the weights after update number `updates` (from 1), in their float32.
+
+    The decay rises to `decay` as min(decay, (1 + updates) / (10 + updates)), so that the first weights, which are
+    noise, are soon forgotten; the rule of TensorFlow's ExponentialMovingAverage.
+    """
+    share = 1 - jnp.minimum(decay, (1 + updates) / (10 + updates)).astype(jnp.float32)
+    return jax.tree.map(lambda a, p: a + share * (p - a), average, params)
+
+
 def decay_mask(params: Tree) -> Tree:
     """True for matrices. By the dims in the name, not by rank: a stacked norm scale is [L, D] and must not decay."""
     return jax.tree_util.tree_map_with_path(lambda path, _: len(dims_of_path(path)[0]) > 1, params)

@@ -5,6 +5,7 @@ and the launchers for TPU VMs, GKE and SLURM set it. Where JAX can't find the ot
 (host:port of process 0) and TPU_TRAIN_PROCESS_ID say where and which.
 """
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_train import roll_call
@@ -88,6 +90,12 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
+def name() -> str:
+    """How this process calls itself in an error."""
+    count = jax.process_count()
+    return "this process" if count == 1 else f"process {jax.process_index()} of {count}"
+
+
 def _index(address: str, count: int) -> int:
     if not re.fullmatch(r"[^:]+:\d{1,5}", address):
         raise UserError(f"TPU_TRAIN_COORDINATOR={address} must be HOST:PORT")
@@ -116,6 +124,16 @@ def batch_share(mesh: Mesh) -> dict[str, int]:
         )
     mine = tuple(sorted(held[jax.process_index()]))
     return {"process_index": parts.index(mine), "process_count": len(parts)}
+
+
+def from_all(value: Any) -> list[Any]:
+    """What each process gives, by process; JSON types. All must call it at the same point."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(mine.size, np.int32))
+    rows = multihost_utils.process_allgather(np.resize(mine, lengths.max()))
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 class Agreement:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpu_train import chart, devices, metrics
+from tpu_train import chart, devices, goodput, metrics
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
@@ -33,11 +33,14 @@ class Reporter:
     `pause` is not counted, nor is the first step, which compiles.
     """
 
-    def __init__(self, config: Config, mesh: jax.sharding.Mesh, step: int, start_time: float):
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh, step: int, start_time: float, clock: goodput.Clock):
         self.validation_loss: float | None = None
         self.last_good = step or None  # the newest checkpoint
-        self._config, self._start_time = config, start_time
-        self._writer = metrics.MetricsWriter(Path(config.run.workdir), step) if jax.process_index() == 0 else None
+        self.skipped_in_row = 0  # since the start of this process; a float16 step that overflowed is not one
+        self._config, self._start_time, self._clock = config, start_time, clock
+        workdir, speaks = Path(config.run.workdir), jax.process_index() == 0
+        self._writer = metrics.MetricsWriter(workdir, step) if speaks else None
+        self._ledger = goodput.Ledger(workdir, step) if speaks else None
         self._flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
         peak = devices.peak_flops(mesh.devices.flat[0].device_kind)
         self._peak_flops = None if peak is None else peak * mesh.devices.size
@@ -50,13 +53,14 @@ class Reporter:
 
     def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
         """Reports the step before this one and takes this one's metrics, without waiting for them."""
+        self._clock.dispatched(values)
         previous, self._pending = self._pending, (step, values)
         if previous is not None:
             self._fetch(*previous)
             self.log()
 
     def fetch(self) -> None:
-        """Waits for the step under way. Raises RunFailed if its numbers are not finite."""
+        """Waits for the step under way. Raises RunFailed if one more was skipped than run.max_skipped allows."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._fetch(*pending)
@@ -75,14 +79,19 @@ class Reporter:
         (step, values), self._fetched = self._fetched, None
         last = self._config.run.steps
         validation_loss, self.validation_loss = self.validation_loss, None
-        if step % self._config.run.log_every and step not in (self._first_step, last) and validation_loss is None:
+        asked = step % self._config.run.log_every == 0 or step in (self._first_step, last)
+        if not asked and validation_loss is None and not self.skipped_in_row:
             return
         line: dict[str, float | None] = {name: values[name] for name in ("loss", "learning_rate", "grad_norm")}
         line |= self._speed()
         line |= {name: values[name] for name in ("loss_scale", *OF_EXPERTS) if name in values}
+        line["skipped"] = int(values["skipped"])
         if validation_loss is not None:
             line["validation_loss"] = validation_loss
-        if self._writer is not None:
+        self._clock.settle()
+        if self._writer is not None and self._ledger is not None:
+            line["goodput"] = round(self._ledger.goodput(self._clock.seconds), 4)
+            self._ledger.write(step, self._clock.seconds)
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
@@ -93,8 +102,22 @@ class Reporter:
         """One line for RunFailed: what happened, what is kept, what may help."""
         kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
         return (
-            f"{what}; kept: {kept} in {self._config.run.workdir}; try a lower optim.peak_lr or more optim.warmup_steps"
+            f"{what}; kept: {kept} in {self._config.run.workdir}; tpu-train blame --workdir={self._config.run.workdir} "
+            "names the first bad tensor; try a lower optim.peak_lr or more optim.warmup_steps"
         )
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is on its way: from there a next start would go on."""
+        self.last_good = step
+        self._clock.settle(all_done=True)
+        if self._ledger is not None:
+            self._ledger.write(step, self._clock.seconds)
+
+    def say_time(self) -> None:
+        """Where the time went; the last line of a run's own."""
+        self._clock.settle(all_done=True)
+        if self._ledger is not None and self._first_step <= self._config.run.steps:
+            say(f"time: {self._ledger.summary(self._clock.seconds)}")
 
     def close(self) -> None:
         """Closes the files."""
@@ -110,12 +133,19 @@ class Reporter:
             self._timed_steps += 1
             self._timed_tokens += values["tokens"]
         self._fetched = (step, values)
-        # A float16 step with infinite gradients was skipped; anywhere else they are in the weights by now.
-        broken = [n for n in ("loss", "grad_norm") if not math.isfinite(values[n]) and "loss_scale" not in values]
-        broken = broken or ([] if math.isfinite(values["loss"]) else ["loss"])
-        if broken:
+        self._count_skipped(step, values)
+
+    def _count_skipped(self, step: int, values: dict[str, float]) -> None:
+        why = why_skipped(values, self._config.run.spike_factor)
+        if why is None:
+            self.skipped_in_row = 0
+            return
+        before, self.skipped_in_row = self.skipped_in_row, self.skipped_in_row + 1
+        if before >= self._config.run.max_skipped:
             self.log()
-            raise RunFailed(self.failure(f"{broken[0]} is {values[broken[0]]} at step {step}"))
+            also = f", and the {before} step(s) before it were skipped too" if before else ""
+            raise RunFailed(self.failure(f"{why} at step {step}{also}"))
+        say(f"step {step} changed nothing: {why} ({before + 1} in a row of at most {self._config.run.max_skipped})")
 
     def _speed(self) -> dict[str, float | None]:
         """tokens_per_second, step_seconds and mfu since the last call; None before the second step."""
@@ -128,6 +158,20 @@ class Reporter:
         mfu = None if self._peak_flops is None else tokens_per_second * self._flops_per_token / self._peak_flops
         self._timed_from, self._timed_steps, self._timed_tokens = now, 0, 0.0
         return {"tokens_per_second": tokens_per_second, "step_seconds": self._step_seconds, "mfu": mfu}
+
+
+def why_skipped(values: dict[str, float], spike_factor: float | None) -> str | None:
+    """Why the step of these metrics changed nothing; None if it did, or if float16's loss scale will mend it."""
+    if values["updated"]:
+        return None
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(values[name]):
+            overflowed = name == "grad_norm" and values.get("loss_scale", 1.0) > 1.0
+            return None if overflowed else f"{name} is {values[name]}"
+    return (
+        f"grad_norm {values['grad_norm']:.4g} is over {spike_factor:g} times its median {values['typical_norm']:.4g} "
+        "(run.spike_factor)"
+    )
 
 
 def write_charts(workdir: Path) -> str:

@@ -6,8 +6,6 @@ between host and device is explicit.
 
 import contextlib
 import dataclasses
-import os
-import signal as signals
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, context, data, devices, generate, precision, processes
+from tpu_train import checkpoint, context, data, devices, generate, goodput, precision, processes, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -25,7 +23,16 @@ from tpu_train.flops import active_params
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
 from tpu_train.sharding import SPECS
-from tpu_train.train_step import TrainState, abstract_state, batch_names, init_state, trace_step
+from tpu_train.stopping import Stop, stop_signals
+from tpu_train.train_step import (
+    TrainState,
+    abstract_state,
+    batch_names,
+    best_model,
+    init_state,
+    trace_step,
+    with_features,
+)
 
 
 def train(config: Config, start_time: float) -> int:
@@ -34,6 +41,7 @@ def train(config: Config, start_time: float) -> int:
     `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
     """
     workdir = Path(config.run.workdir)
+    clock = goodput.Clock(start_time, watchdog.Watchdog(config.run.hang_seconds, processes.name()))
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
@@ -43,21 +51,29 @@ def train(config: Config, start_time: float) -> int:
     # The first step waits for this longest: XLA works on it while the state and the checkpoints get ready.
     compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(clock))
         stack.enter_context(contextlib.closing(batches))
-        checkpoints = stack.enter_context(checkpoint.Checkpoints(workdir, config.checkpoint.keep_last))
-        stop = stack.enter_context(stop_signals())
+        keep = config.checkpoint
+        checkpoints = stack.enter_context(
+            checkpoint.Checkpoints(workdir, keep.keep_last, keep.keep_every, keep.keep_best)
+        )
+        stop = stack.enter_context(stop_signals(keep.stop_seconds, checkpoints.kept))
         if jax.process_count() > 1:
             stop.agreement = processes.Agreement(mesh)
+        clock.enter("restore")
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
+        clock.enter("compile")
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
-            checkpoints,
-            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time))),
+            checkpoint.Saver(checkpoints, config.checkpoint),
+            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
+            clock,
         )
         state = run.loop(state)
+        run.reporter.say_time()
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
@@ -74,27 +90,6 @@ def compile_step(config: Config, compute: precision.Compute, mesh: jax.sharding.
 
 
 @dataclasses.dataclass
-class Stop:
-    """The signal that asked this process to stop, and the one that all processes of the run stop for, if any."""
-
-    signal: signals.Signals | None = None
-    agreement: processes.Agreement | None = None  # None: this process is the whole run
-    _agreed: int = 0
-
-    @property
-    def agreed(self) -> signals.Signals | None:
-        if self.agreement is None:
-            return self.signal
-        return signals.Signals(self._agreed) if self._agreed else None
-
-    def ask(self) -> bool:
-        """Whether to stop now; once a step, in every process at the same one."""
-        if self.agreement is not None:
-            self._agreed = self.agreement.ask(self.signal or 0)
-        return self.agreed is not None
-
-
-@dataclasses.dataclass
 class Run:
     """What the loop uses."""
 
@@ -104,32 +99,44 @@ class Run:
     eval_step: Callable
     batches: Iterator[dict[str, Any]]
     validation: Any
-    checkpoints: checkpoint.Checkpoints
+    saver: checkpoint.Saver
     reporter: Reporter
     stop: Stop
+    clock: goodput.Clock
 
     def loop(self, state: TrainState) -> TrainState:
         """Steps until the last one or a stop signal; either way the state returned is saved."""
         run = self.config.run
         for step in range(int(state.step) + 1, run.steps + 1):
+            self.clock.enter("data", step)
             batch = self._next_batch()  # outside: over several processes its transfer counts as an implicit one
+            self.clock.enter("step")
             with jax.transfer_guard("disallow"):
                 state, values = self.train_step(state, batch)
             self.reporter.dispatched(step, values)
-            stopping = self.stop.ask()
+            asked = self.stop.ask(self.saver.asks())
+            stopping = self.stop.agreed is not None
             evaluating = (step % run.eval_every == 0 or step == run.steps) and not stopping
-            saving = step % self.config.checkpoint.every_steps == 0 or step == run.steps or stopping
+            saving = self.saver.due(step, asked) or step == run.steps or stopping
             if evaluating or saving:
                 self.reporter.fetch()
+                # Weights from before a row of skipped steps may be its cause, and keep_last would drop better ones.
+                saving &= not self.reporter.skipped_in_row or step == run.steps or stopping
                 with self.reporter.pause():
+                    loss = None
                     if evaluating:
-                        self.reporter.validation_loss = self._evaluate(state)
-                    if saving:
-                        self._save(step, state)
+                        self.clock.enter("eval")
+                        loss = self.reporter.validation_loss = self._evaluate(state)
+                    if saving or self.saver.checkpoints.is_best(loss):
+                        self.clock.enter("save")
+                        self._save(step, state, loss)
+                self.clock.enter("other")
                 self.reporter.log()
             if stopping:
                 break
-        self.checkpoints.wait()
+        self.clock.enter("save")
+        self.saver.finish(lambda: self._save(step, state, None))
+        self.clock.enter("other")
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
@@ -147,14 +154,15 @@ class Run:
         }
 
     def _evaluate(self, state: TrainState) -> float:
-        return evaluate(self.eval_step, state.model, self.validation, self.mesh, self.config.run.eval_batches)
+        batches = map(self.clock.alive, self.validation)
+        return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
-    def _save(self, step: int, state: TrainState) -> None:
+    def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
-        self.checkpoints.save(step, state, self.batches, self.config)
-        self.reporter.last_good = step
+        if self.saver.save(step, state, self.batches, self.config, validation_loss):
+            self.reporter.saved(step)
 
 
 @jax.jit
@@ -163,36 +171,12 @@ def _is_finite(state: TrainState) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Notes the first Ctrl-C or SIGTERM in the `Stop` it gives; one more of either acts as it would without us."""
-    stop = Stop()
-
-    def note(number: int, _frame: Any) -> None:
-        stop.signal = signals.Signals(number)
-        restore()
-        if jax.process_index() == 0:
-            # Not print: the signal may have come in the middle of one, which may be waiting for its reader.
-            line = f"{stop.signal.name}: finishing this step and saving; once more to stop at once\n"
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode())
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signals.signal(number, handler)
-
-    before = {number: signals.signal(number, note) for number in (signals.SIGINT, signals.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        restore()
-
-
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return init_state(config, compute)
-    checkpoint.refuse_other_run(checkpoints.saved_config(step), config, checkpoints.directory.parent)
+        return _first_state(config, compute)
+    saved = checkpoints.saved_config(step)
+    checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
         raise UserError(
             f"{checkpoints.directory.parent} is at step {step}, past run.steps={config.run.steps}; raise run.steps or "
@@ -202,7 +186,20 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
         say(f"the run in {config.run.workdir} is complete at step {step}; a higher run.steps would continue it")
     else:
         say(f"continuing from step {step} in {config.run.workdir}")
-    return checkpoints.restore(step, abstract_state(config, compute), batches)
+    there = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, ema_decay=saved.optim.ema_decay),
+        run=dataclasses.replace(config.run, spike_factor=saved.run.spike_factor),
+    )
+    return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
+
+
+def _first_state(config: Config, compute: precision.Compute) -> TrainState:
+    if not config.run.init_from:
+        return init_state(config, compute)
+    model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
+    say(line)
+    return with_features(dataclasses.replace(init_state(config, compute), model=model, average=None), config)
 
 
 def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Compute, state: TrainState) -> None:
@@ -215,11 +212,13 @@ def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Comput
     tokens = config.data.batch_size * config.data.seq_len
     active = f" ({active_params(config.model):,} for a token)" if config.model.num_experts else ""
     say(f"parameters: {num_params(state.model):,}{active}, tokens per step: {tokens:,}")
+    if state.average is not None:
+        say(f"validation and samples: of the weights' moving average (optim.ema_decay={config.optim.ema_decay})")
 
 
 def _say_sample(config: Config, state: TrainState, tokenizer: data.Tokenizer, compute: precision.Compute) -> None:
     text = generate.sample_text(
-        *(state.model, tokenizer, config.run.sample_prompt, compute),
+        *(best_model(state), tokenizer, config.run.sample_prompt, compute),
         num_tokens=config.run.sample_tokens,
         temperature=0.8,
         seed=config.run.seed,

@@ -1,4 +1,10 @@
-"""What is kept between steps and the step itself: gradients over micro-batches, one optimizer update."""
+"""What is kept between steps and the step itself: gradients over micro-batches, one optimizer update.
+
+A step whose loss or gradient is NaN or infinite, or whose gradient is a spike (spikes.py), changes no weight, moment or
+average; it is counted, and the schedule, which counts updates, waits. That is a select and no conditional: the update
+reads the old values anyway, so the select joins its loop and costs no memory and no traffic, while a conditional would
+keep XLA from fusing across it and from overlapping the update with the gradients' collectives.
+"""
 
 import dataclasses
 import functools
@@ -8,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_train import spikes
 from tpu_train.config import Config
 from tpu_train.loss import hidden_states, weighted_loss
 from tpu_train.models import balance
 from tpu_train.models.transformer import Transformer, stand_in
-from tpu_train.optim import make_optimizer, make_schedule
+from tpu_train.optim import make_optimizer, make_schedule, moving_average
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS
 
@@ -23,13 +30,15 @@ MAX_LOSS_SCALE = 2.0**24
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Everything that a resumed run needs on device; `step` counts optimizer steps done."""
+    """Everything that a resumed run needs on device; `step` counts steps done, skipped ones too."""
 
     step: jax.Array
     model: Transformer
     opt_state: Any
     loss_scale: jax.Array  # float32; 1 unless computing in float16
     good_steps: jax.Array  # finite steps since the loss scale last changed
+    average: Transformer | None = None  # of the weights; None unless optim.ema_decay is set
+    norms: jax.Array | None = None  # what spikes.py remembers; None unless run.spike_factor is set
 
 
 def init_state(config: Config, compute: Compute) -> TrainState:
@@ -58,33 +67,70 @@ def _make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
         opt_state=make_optimizer(config.optim, config.run.steps).init(model),
         loss_scale=jnp.asarray(2.0**15 if compute.scales_loss else 1.0, jnp.float32),
         good_steps=jnp.zeros((), jnp.int32),
+        # Copies: the step is given both to write into.
+        average=None if config.optim.ema_decay is None else jax.tree.map(jnp.copy, model),
+        norms=None if config.run.spike_factor is None else spikes.no_norms(),
     )
+
+
+def best_model(state: TrainState) -> Transformer:
+    """The weights to evaluate and sample with: their moving average where it is kept."""
+    return state.model if state.average is None else state.average
+
+
+def with_features(state: TrainState, config: Config) -> TrainState:
+    """`state` with the fields that `config` asks for, begun here, and without those that it does not."""
+    average, norms = state.average, state.norms
+    if config.optim.ema_decay is None:
+        average = None
+    elif average is None:
+        average = jax.jit(lambda model: jax.tree.map(jnp.copy, model))(state.model)
+    if config.run.spike_factor is None:
+        norms = None
+    elif norms is None:
+        norms = jax.jit(spikes.no_norms)()
+    return dataclasses.replace(state, average=average, norms=norms)
 
 
 def make_train_step(config: Config, compute: Compute):
     """The jitted step: (state, batch of [A, B, T]) -> (state, metrics). The old state's buffers are reused."""
     optimizer = make_optimizer(config.optim, config.run.steps)
     schedule = make_schedule(config.optim, config.run.steps, config.optim.peak_lr)
+    ema_decay, spike_factor = config.optim.ema_decay, config.run.spike_factor
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: dict[str, jax.Array]):
-        loss, grads, loads = _loss_and_grads(state, batch, config.optim.z_loss, compute)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-        model = _move_biases(optax.apply_updates(state.model, updates), loads)
-        new = TrainState(state.step + 1, model, opt_state, state.loss_scale, state.good_steps)
+        loss, grads, loads = loss_and_grads(state, batch, config.optim.z_loss, compute)
         grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updating, done = finite, _updates_done(state.opt_state)
         metrics = {
             "loss": loss,
-            "learning_rate": schedule(_updates_done(state.opt_state)),
+            "learning_rate": schedule(done),
             "grad_norm": grad_norm,
             "tokens": jnp.sum(batch["weights"]),
         }
         if config.model.num_experts:
             metrics |= balance.measures(loads, config.model.experts_per_token)
+        norms = state.norms
+        if norms is not None and spike_factor is not None:
+            metrics["typical_norm"] = spikes.typical_norm(norms)
+            updating &= grad_norm <= spike_factor * metrics["typical_norm"]
+            norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+        model = _move_biases(optax.apply_updates(state.model, updates), loads)
+        average = None
+        if state.average is not None and ema_decay is not None:
+            average = moving_average(state.average, model, ema_decay, done + 1)
+        kept = (state.model, state.opt_state, state.average)
+        model, opt_state, average = _where(updating, (model, opt_state, average), kept)
+        scale, good_steps = state.loss_scale, state.good_steps
         if compute.scales_loss:
-            new = _adjust_loss_scale(state, new, jnp.isfinite(grad_norm))
-            metrics["loss_scale"] = state.loss_scale
-        return new, metrics
+            metrics["loss_scale"] = scale
+            scale, good_steps = _next_loss_scale(scale, good_steps, finite)
+        step = state.step + 1
+        metrics |= {"updated": updating, "skipped": step - _updates_done(opt_state)}
+        return TrainState(step, model, opt_state, scale, good_steps, average, norms), metrics
 
     return train_step
 
@@ -108,11 +154,11 @@ def batch_names(config: Config) -> list[str]:
 
 
 def _updates_done(opt_state: Any) -> jax.Array:
-    """Updates that the optimizer has counted: fewer than the steps done where float16 skipped some."""
+    """Updates that the optimizer has counted: fewer than the steps done where some were skipped."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
-def _loss_and_grads(state, batch, z_loss, compute):
+def loss_and_grads(state, batch, z_loss, compute):
     """Cross entropy and gradients (unscaled, float32), averaged over the tokens of all micro-batches together.
 
     Beside them the experts' loads, summed over micro-batches.
@@ -173,12 +219,12 @@ def _move_biases(model: Any, loads: Any) -> Any:
     return model
 
 
-def _adjust_loss_scale(old: TrainState, new: TrainState, finite: jax.Array) -> TrainState:
-    """Overflow: keep the old weights and moments, halve the scale. A run of finite steps: double it, up to a limit."""
-    model, opt_state = jax.tree.map(
-        lambda a, b: jnp.where(finite, b, a), (old.model, old.opt_state), (new.model, new.opt_state)
-    )
-    grow = finite & (old.good_steps + 1 >= GROWTH_INTERVAL)
-    scale = jnp.where(finite, jnp.where(grow, old.loss_scale * 2, old.loss_scale), jnp.maximum(old.loss_scale / 2, 1.0))
-    good_steps = jnp.where(finite & ~grow, old.good_steps + 1, 0)
-    return TrainState(new.step, model, opt_state, jnp.minimum(scale, MAX_LOSS_SCALE), good_steps)
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _next_loss_scale(scale: jax.Array, good_steps: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scale, finite steps since it changed). Overflow halves it; a run of finite steps doubles it, up to a limit."""
+    grow = finite & (good_steps + 1 >= GROWTH_INTERVAL)
+    raised = jnp.minimum(jnp.where(grow, scale * 2, scale), MAX_LOSS_SCALE)
+    return jnp.where(finite, raised, jnp.maximum(scale / 2, 1.0)), jnp.where(finite & ~grow, good_steps + 1, 0)

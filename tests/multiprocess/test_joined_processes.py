@@ -125,14 +125,15 @@ def test_sigterm_then_a_killed_process_change_no_bit(start, whole, tmp_path):
     child.read_to_step(5)
     child.process.send_signal(signal.SIGTERM)
     assert child.finish() == 143, child.err
-    assert child.err == "SIGTERM: finishing this step and saving; once more to stop at once\n"
+    assert child.err == "SIGTERM: finishing this step and saving, 120 s at most; once more to stop at once\n"
     (stopped,) = saved_steps(workdir)
     assert 5 <= stopped < STEPS
     assert child.out.splitlines()[-1].startswith(f"SIGTERM: saved step {stopped} in {workdir}; ")
     assert sum("saved step" in line for line in child.out.splitlines()) == 1
 
-    child = start()
+    child = start("--set=checkpoint.every_minutes=0.001", "--set=checkpoint.every_steps=0")
     child.read_to_step(stopped + 3)
+    child.wait_for(lambda: saved_steps(workdir)[-1] > stopped)
     pids = subprocess.run(["pgrep", "-P", str(child.process.pid)], capture_output=True, text=True, check=True)
     os.kill(next(pid for pid in map(int, pids.stdout.split()) if place_of(pid) == "1"), signal.SIGKILL)
     began = time.monotonic()

@@ -16,10 +16,13 @@ from tpu_train.config.fields import (
     Config,
     DataConfig,
     MeshConfig,
+    MixtureSource,
     ModelConfig,
     OptimConfig,
     RunConfig,
     UserError,
+    points_of,
+    weight_at,
 )
 from tpu_train.config.overrides import apply_override, did_you_mean, flatten
 
@@ -28,6 +31,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "MeshConfig",
+    "MixtureSource",
     "ModelConfig",
     "OptimConfig",
     "RunConfig",
@@ -38,7 +42,9 @@ __all__ = [
     "flatten",
     "from_dict",
     "load",
+    "points_of",
     "to_dict",
+    "weight_at",
 ]
 
 
@@ -73,7 +79,20 @@ def differences(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain JSON types, for keeping beside a checkpoint."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in flatten(config)}
+    return {name: _plain(value) for name, value in flatten(config)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(part) for name, part in vars(value).items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    """The inverse of `_plain`, for the fields there are."""
+    if isinstance(value, dict):
+        return MixtureSource(**{name: _frozen(part) for name, part in value.items()})
+    return tuple(_frozen(part) for part in value) if isinstance(value, list) else value
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -84,7 +103,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         if name not in known:
             raise UserError(f"saved config has the unknown field {name!r}{did_you_mean(name, known)}")
         section_name, field_name = name.split(".")
-        value = tuple(value) if isinstance(value, list) else value
+        value = _frozen(value)
         section = dataclasses.replace(getattr(config, section_name), **{field_name: value})
         config = dataclasses.replace(config, **{section_name: section})
     return config

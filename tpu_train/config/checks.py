@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Literal
 
-from tpu_train.config.fields import Config, ModelConfig, UserError
+from tpu_train.config.fields import Config, DataConfig, ModelConfig, SourceName, UserError, points_of, weight_at
 from tpu_train.config.overrides import flatten, parse
 
 
@@ -81,8 +82,47 @@ def _check_data(config: Config) -> None:
         raise UserError(
             "data.paths is set, but data.source=python_stdlib reads none; set data.source=text (or jsonl, ...)"
         )
+    if data.prompt_key and data.source not in _WITH_KEYS:
+        raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
+    if data.source == "tokens" and not data.mixture:
+        for name, unset in (("cache", ""), ("on_corrupt", "stop")):
+            if getattr(data, name) != unset:
+                raise UserError(f"data.{name}={getattr(data, name)} is for text, and data.source=tokens has none")
+    if data.mixture:
+        _check_mixture(data)
     if not 0 < data.validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {data.validation_fraction}; it must lie between 0 and 1")
+
+
+_WITH_KEYS = ("jsonl", "parquet")
+
+
+def _check_mixture(data: DataConfig) -> None:
+    default = DataConfig()
+    for name in ("source", "paths", "text_key", "prompt_key"):
+        if getattr(data, name) != getattr(default, name):
+            raise UserError(f"data.{name} is set beside data.mixture, whose sources have their own; leave one out")
+    names = [source.name for source in data.mixture]
+    for source in data.mixture:
+        where = f"data.mixture source {source.name!r}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", source.name) or names.count(source.name) > 1:
+            raise UserError(f"{where}: names are letters, digits, - and _, and each is given once")
+        parse(source.source, SourceName, f"{where}: source")
+        if (source.source == "python_stdlib") == bool(source.paths):
+            raise UserError(f"{where}: source={source.source} {'reads no' if source.paths else 'needs'} paths")
+        if source.prompt_key and source.source not in _WITH_KEYS:
+            raise UserError(f"{where}: prompt_key is set, but source={source.source} has no fields")
+        if source.source != "tokens" and not data.cache:
+            raise UserError(f"{where}: weights count tokens, so its text must be tokenized first; set data.cache")
+        points = points_of(source)
+        steps = [step for step, _ in points]
+        if not points or steps != sorted(set(steps)) or steps[0] < 0:
+            raise UserError(f"{where}: the steps of its weight are {steps}; they must be 0 or more and rise")
+        if not all(math.isfinite(weight) and weight >= 0 for _, weight in points):
+            raise UserError(f"{where}: its weight is {source.weight}; weights are 0 or more")
+    for step in sorted({step for source in data.mixture for step, _ in points_of(source)}):
+        if not sum(weight_at(source, step) for source in data.mixture):
+            raise UserError(f"data.mixture has no source of a weight above 0 at step {step}")
 
 
 def _check_optim(config: Config) -> None:
@@ -98,6 +138,10 @@ def _check_optim(config: Config) -> None:
         value = getattr(optim, name)
         if not 0 <= value <= 1 or (name in ("b1", "b2") and value == 1):
             raise UserError(f"optim.{name} is {value}; it must lie between 0 and 1")
+    if optim.ema_decay is not None and not 0 < optim.ema_decay < 1:
+        raise UserError(f"optim.ema_decay is {optim.ema_decay}; it must lie between 0 and 1, or be none")
+    if config.run.spike_factor is not None and config.run.spike_factor <= 1:
+        raise UserError(f"run.spike_factor is {config.run.spike_factor}; it must be above 1, or none")
 
 
 _POSITIVE = {
@@ -105,14 +149,15 @@ _POSITIVE = {
     "attention_soft_cap logit_soft_cap scan_unroll experts_per_token expert_dim capacity_factor",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
-    "checkpoint": "every_steps keep_last",
-    "run": "steps log_every eval_every eval_batches",
+    "checkpoint": "keep_last stop_seconds",
+    "run": "steps log_every eval_every eval_batches hang_seconds",
 }
 _NOT_NEGATIVE = {
     "model": "num_experts num_shared_experts aux_loss_coefficient bias_update_rate",
+    "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",
-    "run": "sample_tokens seed",
+    "run": "sample_tokens seed max_skipped",
 }
 
 

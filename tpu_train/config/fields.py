@@ -71,11 +71,43 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.model_dim // self.num_heads
 
 
+SourceName = Literal["python_stdlib", "text", "jsonl", "parquet", "array_record", "tokens"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+    """One source of data.mixture; its fields are those of `DataConfig`."""
+
+    name: str
+    source: SourceName
+    paths: tuple[str, ...] = ()
+    # Its share of the tokens, against the others' weights. Points of (step, weight) are joined by straight lines.
+    weight: float | tuple[tuple[int, float], ...] = 1.0
+    text_key: str = "text"
+    prompt_key: str = ""
+
+
+def points_of(source: MixtureSource) -> tuple[tuple[int, float], ...]:
+    """The (step, weight) points of a source's weight."""
+    return source.weight if isinstance(source.weight, tuple) else ((0, source.weight),)
+
+
+def weight_at(source: MixtureSource, step: float) -> float:
+    """A source's weight at a step: between two points on the line that joins them, outside as at the nearest."""
+    points = points_of(source)
+    after = next((i for i, (at, _) in enumerate(points) if at >= step), len(points))
+    if after in (0, len(points)):
+        return points[min(after, len(points) - 1)][1]
+    (a, low), (b, high) = points[after - 1], points[after]
+    return low + (high - low) * (step - a) / (b - a)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: Literal["python_stdlib", "text", "jsonl", "tokens", "array_record"] = "python_stdlib"
+    source: SourceName = "python_stdlib"
     paths: tuple[str, ...] = ()  # files or globs; none for python_stdlib
-    text_key: str = "text"  # the field of a JSONL line that holds the text
+    text_key: str = "text"  # the field of a JSONL line, or column of a Parquet file, that holds the text
+    prompt_key: str = ""  # the field that stands before the text and is not trained on; empty: none
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
     seq_len: int = 256
     batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches
@@ -83,6 +115,10 @@ class DataConfig:
     validation_fraction: float = 0.05  # of the documents; never trained on
     seed: int = 0  # order of the documents
     workers: int = 0  # processes that read and tokenize; 0: a thread of this one
+    # A folder for tokens, made at first use and read from then on; empty: none. Compressed files and Parquet need it.
+    cache: str = ""
+    mixture: tuple[MixtureSource, ...] = ()  # sources by weight, in place of source, paths and keys
+    on_corrupt: Literal["stop", "skip"] = "stop"  # what can't be read ends the run, or is named, counted, left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +139,8 @@ class OptimConfig:
     accumulation_steps: int = 1
     # The first moment only. The second stays float32: in bfloat16 its small updates would be lost.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Also keep an exponential moving average of the weights, in float32; 0.999 is usual. Validation then uses it.
+    ema_decay: float | None = None  # None: none kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,21 +158,38 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = 100
+    every_steps: int = 100  # 0: by time only; the last step is always saved
+    every_minutes: float = 0.0  # on process 0's clock, from the start or the last save; 0: by steps only
     keep_last: int = 3
+    keep_every: int = 0  # those at a multiple of so many steps are kept for good; 0: none
+    keep_best: int = 0  # so many with the lowest validation loss, saved when they are found
+    retry_minutes: float = 10.0  # how long to train on and try again when storage refuses a save; 0: stop at once
+    stop_seconds: float = 120.0  # how long the last save may take after SIGTERM or Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     workdir: str = ""  # empty: runs/<name of the config file>
+    init_from: str = ""  # another run's workdir, or WORKDIR@STEP: its weights are this run's first, nothing else of it
     steps: int = 100
     seed: int = 0  # initial weights and sampling
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    # The same numbers from the same command on the same devices. On a GPU kernels that add in any order, or that are
+    # chosen by measuring, give way to slower ones; CPUs and TPUs always do.
+    deterministic: bool = False
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 8
+    # A step whose loss or gradient is NaN or infinite, or a spike, changes nothing. A run lives with so many in a row;
+    # one more stops it. Float16 steps that only lower the loss scale don't count.
+    max_skipped: int = 3
+    # A spike: a gradient norm of more than so many times the median of the last 64 updates'. 5 to 10 is usual.
+    spike_factor: float | None = None  # None: nothing is a spike
+    # A step, a validation batch or a save that takes longer ends the process with its threads' stacks and exit code 75;
+    # until the first step four times that.
+    hang_seconds: float | None = 1800.0  # None: never
     sample_tokens: int = 200
     sample_prompt: str = "def "
 

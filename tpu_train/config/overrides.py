@@ -42,6 +42,10 @@ def parse(text: str, hint: Any, key: str) -> Any:
         if text not in args:
             raise UserError(f"{key}={text!r} is not one of {', '.join(args)}{did_you_mean(text, args)}")
         return text
+    if origin is tuple and dataclasses.is_dataclass(args[0]):
+        if text:
+            raise UserError(f"{key} is written in the config file; --set can only take it away, with {key}=")
+        return ()
     if origin is tuple:
         return tuple(parse(part.strip(), args[0], key) for part in text.split(",") if part.strip())
     if hint is bool:

@@ -1,20 +1,26 @@
-"""Documents into rows: every document goes through one lane, and a lane is a row of each batch.
+"""Documents into rows: a row of the batch cuts its documents at seq_len without losing a token.
 
-A lane cuts its documents into rows of seq_len without losing a token; what doesn't fit goes on in the same row of the
-next batch. The rows of a batch so come from different documents, with nothing to buffer or shuffle, and the position
-is exact in the middle of a document: one document index and one offset a lane.
+What doesn't fit goes on in the same row of the next batch, so the rows of a batch come from different documents, with
+nothing to buffer, and a position is exact in the middle of a document.
 
 Grain's own ConcatThenSplitIterDataset is not used: a position of it that went through JSON (as in a checkpoint) comes
 back with lists for tuples, is taken for a cut document, and a whole document is lost (Grain 0.2.18).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
-Example = dict[str, np.ndarray]  # "tokens" and "labels", int32 [n], n > 0
+from tpu_train.config import UserError
+from tpu_train.data.dealing import Deal, Dealer
+from tpu_train.data.sources import Example
+from tpu_train.data.split import Stream
+from tpu_train.data.texts import BadDocument, skip_or_raise
+
 Batch = dict[str, np.ndarray]
+COUNTS = ("documents", "split", "tokens", "untrained", "dropped", "lost")  # then the tokens of each stream
 
 
 def empty_batch(rows: int, seq_len: int) -> Batch:
@@ -23,83 +29,148 @@ def empty_batch(rows: int, seq_len: int) -> Batch:
     return {**batch, "weights": np.zeros((rows, seq_len), np.float32)}
 
 
-class PackIterDataset(grain.IterDataset[Batch]):
-    """Batches of `rows` rows from a dataset of examples; ends with the batch that holds the last token.
+class Filler:
+    """Fills one row of each batch from documents that `take` gives: (example or None at the end, its stream)."""
 
-    packing=False: one document a row, cut at seq_len.
-    """
+    def __init__(self, take: Callable[[], tuple[Example | None, int]], packing: bool, counts: np.ndarray):
+        self._take, self._packing, self._counts = take, packing, counts
+        self._open: Example | None = None
+        self._stream = 0
+        self.offset = 0  # tokens of the open document already in earlier rows
 
-    def __init__(self, parent: grain.IterDataset[Example], *, rows: int, seq_len: int, packing: bool):
-        super().__init__(parent)
-        self._rows, self._seq_len, self._packing = rows, seq_len, packing
+    def open_at(self, offset: int) -> None:
+        """Takes a document of which `offset` tokens were used before; 0 is none."""
+        if offset:
+            self._open, self._stream = self._take()
+            self.offset = offset
 
-    def __iter__(self) -> grain.DatasetIterator[Batch]:
-        return _PackIterator(iter(self._parent), self._rows, self._seq_len, self._packing)
-
-
-class _PackIterator(grain.DatasetIterator[Batch]):
-    def __init__(self, parent: grain.DatasetIterator[Example], rows: int, seq_len: int, packing: bool):
-        super().__init__(parent)
-        self._documents = parent
-        self._rows, self._seq_len, self._packing = rows, seq_len, packing
-        self._open: list[Example | None] = [None] * rows
-        self._document: list[dict[str, Any]] = [parent.get_state()] * rows  # the parent's state just before `_open`
-        self._offset = [0] * rows  # tokens of `_open` already in earlier rows
-        self._arange = np.arange(seq_len, dtype=np.int32)
-
-    def __next__(self) -> Batch:
-        batch = empty_batch(self._rows, self._seq_len)
-        filled = [self._fill(lane, batch) for lane in range(self._rows)]
-        if not any(filled):
-            raise StopIteration
-        return batch
-
-    def _fill(self, lane: int, batch: Batch) -> int:
-        """Fills row `lane` and returns how many tokens it holds."""
+    def fill(self, batch: Batch, lane: int) -> bool:
+        """Fills row `lane` of `batch`; whether it holds anything."""
         start = segment = 0
-        while start < self._seq_len:
-            example = self._open[lane] or self._take(lane)
-            if example is None:
+        seq_len = batch["tokens"].shape[1]
+        while start < seq_len:
+            if self._open is None and not self._begin(seq_len):
                 break
-            offset = self._offset[lane]
-            length = min(self._seq_len - start, len(example["tokens"]) - offset)
+            example = self._open
+            assert example is not None
+            length = min(seq_len - start, len(example["tokens"]) - self.offset)
             segment += 1
-            row = (lane, slice(start, start + length))
-            batch["tokens"][row] = example["tokens"][offset : offset + length]
-            batch["labels"][row] = example["labels"][offset : offset + length]
+            row, part = (lane, slice(start, start + length)), slice(self.offset, self.offset + length)
+            batch["tokens"][row] = example["tokens"][part]
+            batch["labels"][row] = example["labels"][part]
             batch["segment_ids"][row] = segment
-            batch["positions"][row] = self._arange[:length]
-            batch["weights"][row] = 1
+            batch["positions"][row] = np.arange(length, dtype=np.int32)
+            batch["weights"][row] = example["weights"][part] if "weights" in example else 1
+            self._count(length, length - int(np.count_nonzero(batch["weights"][row])))
             start += length
-            self._offset[lane] = offset + length
-            if not self._packing or self._offset[lane] == len(example["tokens"]):
-                self._open[lane] = None
+            self.offset += length
+            if not self._packing or self.offset == len(example["tokens"]):
+                self._counts[4] += len(example["tokens"]) - self.offset
+                self._open, self.offset = None, 0
             if not self._packing:
                 break
-        return start
+        return start > 0
 
-    def _take(self, lane: int) -> Example | None:
-        self._document[lane] = self._documents.get_state()
-        self._offset[lane] = 0
-        self._open[lane] = next(self._documents, None)
-        return self._open[lane]
+    def _begin(self, seq_len: int) -> bool:
+        self._open, self._stream = self._take()
+        if self._open is None:
+            return False
+        self._counts[0] += 1
+        self._counts[1] += len(self._open["tokens"]) > seq_len
+        return True
 
-    def get_state(self) -> dict[str, Any]:
-        # A lane between two documents has offset -1. Shapes and types are the same at every step.
-        offsets = [-1 if example is None else offset for example, offset in zip(self._open, self._offset, strict=True)]
-        lanes = [{"document": d, "offset": o} for d, o in zip(self._document, offsets, strict=True)]
-        return {"documents": self._documents.get_state(), "lanes": lanes}
+    def _count(self, tokens: int, untrained: int) -> None:
+        self._counts[2] += tokens
+        self._counts[3] += untrained
+        self._counts[len(COUNTS) + self._stream] += tokens
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        for lane, saved in enumerate(state["lanes"]):
-            self._document[lane] = saved["document"]
-            self._offset[lane] = max(saved["offset"], 0)
-            self._open[lane] = None
-            if saved["offset"] >= 0:
-                if self._documents.get_state() != saved["document"]:
-                    self._documents.set_state(saved["document"])
-                self._open[lane] = next(self._documents)
-        self._documents.set_state(state["documents"])
+
+class RowsIterDataset(grain.IterDataset[dict[str, Any]]):
+    """{"batch": these rows of each batch, "place": where they are after it, as arrays}, without end."""
+
+    def __init__(self, reading: "Reading", rows: Sequence[int], places: Sequence[Sequence[int]], deal: Deal):
+        """`places` are (block, document of the row in it, tokens used of that) for each of `rows`."""
+        super().__init__()
+        self._arguments = reading, rows, places, deal
+
+    def __iter__(self) -> grain.DatasetIterator[dict[str, Any]]:
+        return _RowsIterator(*self._arguments)
 
     def __str__(self) -> str:
-        return f"PackIterator(rows={self._rows}, seq_len={self._seq_len}, packing={self._packing})"
+        return f"RowsIterDataset(rows={list(self._arguments[1])})"
+
+
+class Reading:
+    """What every worker needs to fill any rows."""
+
+    def __init__(self, streams: Sequence[Stream], *, seq_len: int, packing: bool, skip: bool, weights: Any = None):
+        self.streams, self.seq_len, self.packing = streams, seq_len, packing
+        self.skip = skip  # a bad document is named, counted and left out, and not an error
+        self.weights = weights  # of `Dealer`
+
+
+class _RowsIterator(grain.DatasetIterator[dict[str, Any]]):
+    def __init__(self, reading: Reading, rows: Sequence[int], places: Sequence[Sequence[int]], deal: Deal):
+        super().__init__()
+        self._reading = reading
+        self._dealer = Dealer(reading.streams, deal, None if reading.packing else reading.seq_len, reading.weights)
+        self._counts = np.zeros(len(COUNTS) + len(reading.streams), np.int64)
+        self._rows = [
+            _Row(row, place, self._dealer, reading, self._counts) for row, place in zip(rows, places, strict=True)
+        ]
+
+    def __next__(self) -> dict[str, Any]:
+        batch = empty_batch(len(self._rows), self._reading.seq_len)
+        for lane, row in enumerate(self._rows):
+            row.filler.fill(batch, lane)
+        places = np.array([row.place() for row in self._rows], np.int64)
+        deal = self._dealer.before(int(places[:, 0].min()))
+        place = {
+            "rows": places,
+            "block": np.int64(deal.block),
+            "loads": np.array(deal.loads, np.int64),
+            "taken": np.array(deal.taken, np.int64),
+            "owed": np.array(deal.owed, np.float64),
+            "counts": self._counts.copy(),  # since this iterator began
+        }
+        return {"batch": batch, "place": place}
+
+    def get_state(self) -> dict[str, Any]:
+        return {}  # what it would be goes out with each batch
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("rows begin at the place they are made for")
+
+    def __str__(self) -> str:
+        return f"RowsIterator(rows={len(self._rows)}, seq_len={self._reading.seq_len})"
+
+
+class _Row:
+    """One row: its place among what is dealt to it, and the document it is in."""
+
+    def __init__(self, row: int, place: Sequence[int], dealer: Dealer, reading: Reading, counts: np.ndarray):
+        self._row, self._dealer, self._reading, self._counts = row, dealer, reading, counts
+        self._block, self._next, offset = place
+        self.filler = Filler(self._take, reading.packing, counts)
+        self.filler.open_at(offset)
+
+    def place(self) -> tuple[int, int, int]:
+        if self.filler.offset:
+            return self._block, self._next - 1, self.filler.offset
+        while self._block < self._dealer.newest and self._next == len(self._dealer.cards(self._block, self._row)):
+            self._block, self._next = self._block + 1, 0
+        return self._block, self._next, 0
+
+    def _take(self) -> tuple[Example, int]:
+        streams = self._reading.streams
+        for _ in range(1 + sum(len(stream.part) for stream in streams)):
+            while self._next == len(cards := self._dealer.cards(self._block, self._row)):
+                self._block, self._next = self._block + 1, 0
+            which, n = cards[self._next]
+            self._next += 1
+            try:
+                return streams[which][n], which
+            except BadDocument as error:
+                skip_or_raise(error, self._reading.skip)
+                self._counts[5] += 1
+        raise UserError("no document of the data can be read; the lines above say why")

@@ -1,115 +1,111 @@
-"""Batches for training and validation: split the documents, take this process's share, shuffle, pack, prefetch.
-
-The split comes first, by a fixed permutation of the document indices that no seed, epoch or process count enters;
-shuffling and repeating then only ever see one side. (Shuffling before slicing would leak: Grain reshuffles every epoch,
-so another slice would be held out each time.) A source that is one long document is split by position instead.
-"""
+"""Batches for training: open the data, take this process's rows of the batch, fill them in a thread or in workers."""
 
 import hashlib
 import itertools
+import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tpu_train.config import DataConfig, UserError
-from tpu_train.data.sources import Source, open_source
+from tpu_train.config import DataConfig, UserError, points_of, weight_at
+from tpu_train.data.opening import open_sources, tokenizer_content
+from tpu_train.data.sources import Source
+from tpu_train.data.split import Part, Stream, split_all
+from tpu_train.data.texts import BadDocument, skip_or_raise
 
 if TYPE_CHECKING:
-    import grain
-
-    from tpu_train.data.packing import Batch
-
-_SPLIT_SEED = 0
+    from tpu_train.data.dealing import Deal
+    from tpu_train.data.packing import Reading
+    from tpu_train.data.position import Batches
 
 
-class Part:
-    """The training or the validation documents of a source."""
-
-    def __init__(self, source: Source, start: int, stop: int, contiguous: bool):
-        self._source, self._start, self._stop = source, start, stop
-        self._contiguous = contiguous
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def index(self, i: int) -> int:
-        """The source's index of document `i` of this part."""
-        if self._contiguous:
-            return self._start + i
-        from grain.experimental import index_shuffle
-
-        return index_shuffle(self._start + i, max_index=len(self._source) - 1, seed=_SPLIT_SEED, rounds=4)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return self._source[self.index(int(i))]
-
-
-def split(source: Source, validation_fraction: float) -> tuple[Part, Part]:
-    """(training, validation) parts of `source`, at least one document each."""
-    count = len(source)
-    if count < 2:
-        raise UserError("the data is a single document too short or of a kind not to be cut; give at least 2 documents")
-    train = count - min(max(1, round(count * validation_fraction)), count - 1)
-    return Part(source, 0, train, source.contiguous), Part(source, train, count, source.contiguous)
-
-
-def train_batches(
-    config: DataConfig, *, vocab_size: int, process_index: int = 0, process_count: int = 1
-) -> "grain.DatasetIterator[Batch]":
-    """This process's training batches, without end, reshuffled every epoch in an order that data.seed decides.
+def train_batches(config: DataConfig, *, vocab_size: int, process_index: int = 0, process_count: int = 1) -> "Batches":
+    """This process's rows of the training batches, without end, in an order that data.seed decides.
 
     A batch is `tokens`, `labels`, `segment_ids`, `positions` int32 and `weights` float32, each
     [batch_size // process_count, seq_len]. Segments count from 1 in each row and 0 is padding; positions start again
-    at 0 with each document and each row; a weight is 1 where there is a label. With packing every training token is a
-    label exactly once per epoch, though a batch may hold the end of one epoch and the start of the next. Without,
-    a row is one document; what lies beyond seq_len is dropped.
+    at 0 with each document and each row; a weight is 1 where there is a label to train on. With packing every training
+    token is a label exactly once an epoch, though a batch may hold the end of one epoch and the start of the next.
+    Without, a row is one document; what lies beyond seq_len is dropped, and counted.
 
-    Process p reads the training documents p, p + process_count, ...
+    Process p holds the rows [p, p + 1) * batch_size // process_count. What a row holds depends neither on the
+    number of processes nor on workers (see `dealing`), so neither does the batch as a whole.
 
-    get_state() is plain JSON and set_state() continues with exactly the batches that followed; it raises UserError on
-    a position saved with other data, or another seed, batch, seq_len, worker or process count.
+    get_state() is plain JSON, and set_state() continues with exactly the batches that followed; set_states() takes the
+    positions of all processes of a run that had another number of them. Both raise UserError on a position saved with
+    other data, or another seed, batch_size, seq_len or way to read it. `counts` says what went by so far.
 
-    workers=0 reads and tokenizes in a thread of this process, which keeps up for bytes and ready tokens.
-    workers=n does it in n processes, and pays when tokenizing text takes longer than a step; each takes every n-th
-    document and their batches alternate, so the order depends on n but on nothing else. Processes are spawned: a script
-    that uses them needs `if __name__ == "__main__":`. close() ends them.
+    workers=0 reads and tokenizes in a thread of this process, which keeps up for bytes and ready tokens. workers=n does
+    it in n processes, each for a part of the rows, and pays when tokenizing text takes longer than a step. They are
+    spawned: a script that uses them needs `if __name__ == "__main__":`. close() ends them.
 
-    Raises UserError at once on a missing or empty source, on fewer documents than processes or tokens than a batch,
-    and on ids that vocab_size doesn't hold; for a bad document further on, when it is read.
+    Raises UserError at once on a missing or empty source, on fewer tokens than a batch, and on ids that vocab_size
+    doesn't hold; for a bad document further on, when it is read.
     """
-    import grain
-    from grain.experimental import ThreadPrefetchIterDataset
+    from tpu_train.data.packing import Reading
+    from tpu_train.data.position import Batches
 
-    from tpu_train.data.packing import PackIterDataset
-    from tpu_train.data.resume import Resumable
-
-    rows = _rows(config, process_index, process_count)
-    source = open_source(config, vocab_size)
-    train, _ = split(source, config.validation_fraction)
-    if len(train) < process_count:
-        raise UserError(
-            f"{len(train)} training documents can't feed {process_count} processes; use fewer, or more files"
-        )
-    _check_fills_a_batch(config, source, train, rows, process_index, process_count)
-
-    documents = grain.MapDataset.source(train)[process_index::process_count]
-    seed = int(np.random.SeedSequence(config.seed).generate_state(1)[0])  # Grain adds the epoch to its seed
-    shuffled = documents.shuffle(seed=seed).repeat()
-    read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    packed: Any = PackIterDataset(
-        shuffled.to_iter_dataset(read), rows=rows, seq_len=config.seq_len, packing=config.packing
+    rows = rows_of(config, process_index, process_count)
+    sources = open_sources(config, vocab_size)
+    parts = [train for train, _ in split_all(sources, config.validation_fraction)]
+    _check_fills_a_batch(config, parts)
+    reading = Reading(
+        [Stream(part, config.seed, number) for number, part in enumerate(parts)],
+        seq_len=config.seq_len,
+        packing=config.packing,
+        skip=config.on_corrupt == "skip",
+        weights=Weights(config) if config.mixture else None,
     )
-    if config.workers:
-        packed = _in_workers(packed, config.workers)
-    else:
-        packed = ThreadPrefetchIterDataset(packed, prefetch_buffer_size=4)
-    return Resumable(iter(packed), _layout(config, source, process_index, process_count))
+
+    def start(places: list[list[int]], deal: "Deal") -> "_Lanes":
+        return _Lanes(reading, rows, places, deal, config.workers)
+
+    return Batches(start, rows, config.batch_size, list(sources), _layout(config, sources))
 
 
-def _in_workers(dataset: Any, workers: int) -> Any:
+class _Lanes:
+    """Elements of `RowsIterDataset` for `rows`, filled in a thread or, each a part of the rows, in worker processes."""
+
+    def __init__(self, reading: "Reading", rows: range, places: Sequence[Sequence[int]], deal: "Deal", workers: int):
+        from grain.experimental import ThreadPrefetchIterDataset
+
+        from tpu_train.data.packing import RowsIterDataset
+
+        if not workers:
+            datasets: list[Any] = [
+                ThreadPrefetchIterDataset(RowsIterDataset(reading, rows, places, deal), prefetch_buffer_size=4)
+            ]
+        else:
+            cuts = np.linspace(0, len(rows), min(workers, len(rows)) + 1).astype(int).tolist()
+            datasets = [
+                _in_worker(RowsIterDataset(reading, rows[a:b], places[a:b], deal)) for a, b in itertools.pairwise(cuts)
+            ]
+        self._parts: list[Any] = [iter(dataset) for dataset in datasets]
+        for part in self._parts if workers else ():
+            part.start_prefetch()  # all workers start now, not one after the other
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        elements = [next(part) for part in self._parts]
+        if len(elements) == 1:
+            return elements[0]
+        places = [element["place"] for element in elements]
+        place = dict(min(places, key=lambda place: place["block"]))
+        place["rows"] = np.concatenate([place["rows"] for place in places])
+        place["counts"] = sum(place["counts"] for place in places)
+        batches = [element["batch"] for element in elements]
+        return {"batch": {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}, "place": place}
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _in_worker(dataset: Any) -> Any:
     import grain
     from absl import flags
     from grain.experimental import DatasetOptions, WithOptionsIterDataset
@@ -119,7 +115,7 @@ def _in_workers(dataset: Any, workers: int) -> Any:
     # Batches come through a pipe: shared memory is left behind when an iterator ends with batches still queued, and
     # containers often have little of it.
     dataset = WithOptionsIterDataset(dataset, DatasetOptions(min_shm_size=1 << 40))
-    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+    options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=2)
     return dataset.mp_prefetch(options, worker_init_fn=_ignore_ctrl_c)
 
 
@@ -128,89 +124,68 @@ def _ignore_ctrl_c(worker_index: int, worker_count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class ValidationBatches:
-    """The same finite batches every time it is iterated; see `validation_batches`."""
-
-    def __init__(self, config: DataConfig, part: Part, process_index: int, process_count: int):
-        self._config, self._part = config, part
-        self._process_index, self._process_count = process_index, process_count
-
-    def __iter__(self) -> Iterator["Batch"]:
-        import grain
-
-        from tpu_train.data.packing import PackIterDataset, empty_batch
-
-        config = self._config
-        documents = grain.MapDataset.source(self._part).to_iter_dataset(
-            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        )
-        rows = iter(PackIterDataset(documents, rows=1, seq_len=config.seq_len, packing=config.packing))
-        count = config.batch_size // self._process_count
-        mine = slice(self._process_index * count, (self._process_index + 1) * count)
-        padding = empty_batch(1, config.seq_len)
-        while batch := list(itertools.islice(rows, config.batch_size)):
-            batch += [padding] * (config.batch_size - len(batch))
-            yield {name: np.concatenate([row[name] for row in batch[mine]]) for name in padding}
-
-
-def validation_batches(
-    config: DataConfig, *, vocab_size: int, process_index: int = 0, process_count: int = 1
-) -> ValidationBatches:
-    """The validation documents once, in a fixed order, as batches like those of `train_batches`.
-
-    Over all processes every token is a label once (without packing: the first seq_len of each document). The batches
-    together are the same for any process count, so every process gets equally many; the last is filled up with rows of
-    weight 0 and segment 0. To that end each process reads the whole part and keeps its rows.
-    """
-    _rows(config, process_index, process_count)
-    _, validation = split(open_source(config, vocab_size), config.validation_fraction)
-    return ValidationBatches(config, validation, process_index, process_count)
-
-
-def _rows(config: DataConfig, process_index: int, process_count: int) -> int:
+def rows_of(config: DataConfig, process_index: int, process_count: int) -> range:
+    """The rows of the batch that are this process's."""
     if config.batch_size % process_count:
         raise UserError(f"data.batch_size={config.batch_size} is not a multiple of the {process_count} processes")
     if not 0 <= process_index < process_count:
         raise UserError(f"process_index={process_index} is not one of the {process_count} processes")
-    return config.batch_size // process_count
+    count = config.batch_size // process_count
+    return range(process_index * count, (process_index + 1) * count)
 
 
-def _check_fills_a_batch(
-    config: DataConfig, source: Source, train: Part, rows: int, process_index: int, process_count: int
-) -> None:
-    """Raises UserError if this process's documents hold less than one batch.
+class Weights:
+    """The share of each source of the mixture when every row has got so many tokens."""
+
+    def __init__(self, config: DataConfig):
+        self._mixture, self._seq_len = config.mixture, config.seq_len
+
+    def __call__(self, tokens: int) -> list[float]:
+        weights = [weight_at(source, tokens // self._seq_len) for source in self._mixture]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+
+def _check_fills_a_batch(config: DataConfig, parts: list[Part]) -> None:
+    """Raises UserError if the training documents hold less than one batch.
 
     A source of many bytes per token of a batch is taken for large enough once it is seen to hold any text at all.
     """
-    mine = range(process_index, len(train), process_count)
-    needed = rows * config.seq_len
-    if not config.packing and len(mine) < rows:
+    needed = config.batch_size * config.seq_len
+    documents = sum(map(len, parts))
+    if not config.packing and documents < config.batch_size:
         raise UserError(
-            f"{len(mine)} training documents, fewer than the {rows} rows of a batch; "
+            f"{documents} training documents, fewer than the {config.batch_size} rows of a batch; "
             "lower data.batch_size, or set data.packing=true"
         )
-    large = not config.packing or source.size > 64 * needed * process_count
+    large = not config.packing or sum(part.source.size for part in parts) > 64 * needed
     tokens, longest = 0, 0
-    for i in mine:
-        length = len(train[i]["labels"])
+    for train, i in itertools.chain.from_iterable(itertools.product([part], range(len(part))) for part in parts):
+        try:
+            length = len(train[i]["labels"])
+        except BadDocument as error:
+            skip_or_raise(error, config.on_corrupt == "skip")
+            continue
         tokens, longest = tokens + length, max(longest, length)
-        has_text = longest > 1 or config.source == "tokens"  # an empty text is only its eod
+        has_text = longest > 1 or not train.source.tokenized  # an empty text is only its eod
         if has_text and (large or tokens >= needed):
             return
-    share = f" in the share of process {process_index}" if process_count > 1 else ""
     if longest <= 1:
-        raise UserError(f"the training documents{share} hold no text; check data.paths and data.text_key")
+        raise UserError("the training documents hold no text; check data.paths and data.text_key")
     raise UserError(
-        f"{tokens} training tokens{share}, fewer than one batch of {rows} x {config.seq_len} = {needed}; "
+        f"{tokens} training tokens, fewer than one batch of {config.batch_size} x {config.seq_len} = {needed}; "
         "lower data.batch_size or data.seq_len, or give more data"
     )
 
 
-def _layout(config: DataConfig, source: Source, process_index: int, process_count: int) -> dict[str, Any]:
+def _layout(config: DataConfig, sources: dict[str, Source]) -> dict[str, Any]:
     """What a position in the data is only good for, as name: value."""
-    content = hashlib.sha256(f"{config.source} {config.text_key} {len(source)} {source.size}".encode())
-    if config.source != "tokens" and config.tokenizer != "bytes":
-        content.update(Path(config.tokenizer).read_bytes())  # not its path: a run may move
+    read = config.mixture or [config]
+    keys = [[source.source, source.text_key, source.prompt_key] for source in read]
+    found = [[name, len(source), source.size, source.fingerprint] for name, source in sources.items()]
+    content = hashlib.sha256(json.dumps([keys, found]).encode())
+    if any(source.tokenized for source in sources.values()):
+        content.update(tokenizer_content(config))
     return {
         "data fingerprint": content.hexdigest()[:16],
         "data.seed": config.seed,
@@ -218,7 +193,7 @@ def _layout(config: DataConfig, source: Source, process_index: int, process_coun
         "data.batch_size": config.batch_size,
         "data.packing": config.packing,
         "data.validation_fraction": config.validation_fraction,
-        "data.workers": config.workers,
-        "process_count": process_count,
-        "process_index": process_index,
+        "data.cache": "a folder" if config.cache else "none",  # with it sizes are exact, so rows get other documents
+        "data.on_corrupt": config.on_corrupt,
+        "data.mixture": [[mixed.name, [list(point) for point in points_of(mixed)]] for mixed in config.mixture],
     }

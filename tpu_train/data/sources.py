@@ -1,15 +1,9 @@
-"""Where documents come from. A source is a sequence of examples that can be read in any order.
+"""Sources: sequences of examples that can be read in any order. opening.py says which there are.
 
 A document of ids d[0..n-1] is the example `tokens` [eod, d0..d(n-1)], `labels` [d0..d(n-1), eod], both int32: every
 id is a label exactly once, and no label belongs to another document. It is made here, before packing. An empty text
-is [eod] -> [eod]; empty files and empty lines are left out.
-
-python_stdlib  The .py files of the running interpreter's standard library, without tests, idlelib, site-packages.
-text           Each file is a document.
-jsonl          Each line is a document: an object whose `text_key` holds the text.
-array_record   Each record is a document: UTF-8 text, nothing else (a record of JSON is read as text too).
-tokens         .bin or .npy of token_files. If the header has an eod id, documents are split there. If not, an array
-               is cut into windows of seq_len + 1 that overlap by one, so every id but the first is a label once.
+is [eod] -> [eod]; empty files and empty lines are left out. A prompt stands before the text, tokenized by itself, and
+its labels have weight 0.
 
 A source that is one long document is `contiguous`: a single text file, or arrays without eod. Its validation part is
 then its end, not a random choice of its pieces or windows.
@@ -17,74 +11,79 @@ then its end, not a random choice of its pieces or windows.
 
 import bisect
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-from tpu_train.config import DataConfig, UserError
-from tpu_train.data.texts import ArrayRecords, JsonLines, TextFiles, Texts, expand, names, stdlib_files
-from tpu_train.data.token_files import TokenFile, check_ids, read_tokens
-from tpu_train.data.tokenizers import Tokenizer, load_tokenizer
+from tpu_train.config import UserError
+from tpu_train.data.texts import BadDocument, Text, Texts, names
+from tpu_train.data.token_files import TokenFile, check_ids
+from tpu_train.data.tokenizers import Tokenizer
+
+# "tokens" and "labels", int32 [n], n > 0; "weights" float32 [n] where not all are 1.
+Example = dict[str, np.ndarray]
 
 
 class Source(Protocol):
+    tokenized: bool  # from text, by the tokenizer
+    fingerprint: str  # of the contents, or nothing where that takes reading it all
     size: int  # bytes of text, or tokens: at least the number of tokens for the byte tokenizer
     contiguous: bool
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
-
-
-def open_source(config: DataConfig, vocab_size: int) -> Source:
-    """The source that `config` names. Raises UserError if it can't be read, is empty, or needs more ids."""
-    if config.source == "tokens":
-        return TokenSource([read_tokens(path) for path in expand(config.paths)], config.seq_len, vocab_size)
-    tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"the tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} ids, more than model.vocab_size="
-            f"{vocab_size}; set model.vocab_size={tokenizer.vocab_size} or above"
-        )
-    texts: Texts
-    if config.source == "python_stdlib":
-        texts = TextFiles(stdlib_files(), config.seq_len, config.validation_fraction)
-    elif config.source == "text":
-        texts = TextFiles(expand(config.paths), config.seq_len, config.validation_fraction)
-    elif config.source == "jsonl":
-        texts = JsonLines(expand(config.paths), config.text_key)
-    else:
-        texts = ArrayRecords(expand(config.paths))
-    if not texts.size or not len(texts):
-        raise UserError(f"data.source={config.source} holds no text: {names(config.paths) or 'the library'} is empty")
-    return TextSource(texts, tokenizer)
+    def __getitem__(self, index: int) -> Example: ...
+    def size_of(self, index: int) -> int:
+        """Labels of a document where they are known without reading it, else about its bytes, else 1; never 0."""
 
 
 class TextSource:
     """Tokenizes texts into examples."""
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer):
+        self.tokenized, self.fingerprint = True, ""
         self._texts, self._tokenizer = texts, tokenizer
         self.size, self.contiguous = texts.size, texts.contiguous
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        text, ends = self._texts.read(index)
-        try:
-            ids = self._tokenizer.encode(text)
-        except UnicodeEncodeError as error:
-            raise UserError(f"{self._texts.where(index)} holds a lone surrogate, which is not text: {error}") from None
-        return example(ids, self._tokenizer.eod_id, ends)
+    def size_of(self, index: int) -> int:
+        return self._texts.size_of(index)
+
+    def __getitem__(self, index: int) -> Example:
+        text = self._texts.read(index)
+        ids, untrained = tokenize(text, self._tokenizer, lambda: self._texts.where(index))
+        return example(ids, self._tokenizer.eod_id, text.ends, untrained)
 
 
-def example(ids: np.ndarray, eod_id: int, ends: bool) -> dict[str, np.ndarray]:
-    """tokens [eod, ids...] and labels [ids..., eod], int32; without the last of each if the document goes on."""
+def tokenize(text: Text, tokenizer: Tokenizer, where: Callable[[], str] | str) -> tuple[np.ndarray, int]:
+    """(ids of the prompt and the text, how many of them are the prompt's). Raises BadDocument if either is no text."""
+    try:
+        ids = tokenizer.encode(text.text)
+        if not text.prompt:
+            return ids, 0
+        prompt = tokenizer.encode(text.prompt)
+    except UnicodeEncodeError as error:
+        raise BadDocument(
+            f"{where if isinstance(where, str) else where()} holds a lone surrogate, which is not text: {error}"
+        ) from None
+    return np.concatenate([prompt, ids]), len(prompt)
+
+
+def example(ids: np.ndarray, eod_id: int, ends: bool, untrained: int = 0) -> Example:
+    """tokens [eod, ids...] and labels [ids..., eod], int32; without the last of each if the document goes on.
+
+    The first `untrained` labels have weight 0.
+    """
     framed = np.empty(len(ids) + 2, np.int32)
     framed[0] = framed[-1] = eod_id
     framed[1:-1] = ids
     stop = len(framed) if ends else -1
-    return {"tokens": framed[: len(ids) + ends], "labels": framed[1:stop]}
+    made = {"tokens": framed[: len(ids) + ends], "labels": framed[1:stop]}
+    if untrained:
+        made["weights"] = (np.arange(len(made["labels"])) >= untrained).astype(np.float32)
+    return made
 
 
 class TokenSource:
@@ -100,6 +99,7 @@ class TokenSource:
                     f"{file.path} was made with vocab_size={file.vocab_size}, more than model.vocab_size={vocab_size}; "
                     f"set model.vocab_size={file.vocab_size} or above"
                 )
+        self.tokenized, self.fingerprint = False, ""
         self._files, self._vocab_size = files, vocab_size
         self._eod = next(iter(eod_ids))
         self.size = sum(len(file.ids) for file in files)
@@ -117,10 +117,17 @@ class TokenSource:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def _locate(self, index: int) -> tuple[TokenFile, int, int]:
         at = bisect.bisect_right(self._ends, index)
-        start, stop = self._spans[at][index - (self._ends[at - 1] if at else 0)]
-        file = self._files[at]
+        start, stop = self._spans[at][index - (self._ends[at - 1] if at else 0)].tolist()
+        return self._files[at], start, stop
+
+    def size_of(self, index: int) -> int:
+        file, start, stop = self._locate(index)
+        return stop - start + (-1 if self._eod is None else stop < len(file.ids))
+
+    def __getitem__(self, index: int) -> Example:
+        file, start, stop = self._locate(index)
         ids = np.asarray(file.ids[start:stop])
         check_ids(ids, self._vocab_size, file.path)
         if self._eod is None:

@@ -10,18 +10,45 @@ import glob
 import itertools
 import json
 import os
+import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tpu_train.config import UserError
 
-_PIECE_BYTES = 1 << 16
-_SEARCH_BYTES = 1 << 12  # how far a cut moves to reach a line's end
+PIECE_BYTES = 1 << 16
+SEARCH_BYTES = 1 << 12  # how far a cut moves to reach a line's end
 _SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "turtledemo"}
+
+
+class BadDocument(UserError):
+    """A document that can't be read, though its file can: data.on_corrupt=skip leaves it out."""
+
+
+_NAMED = 20  # documents left out that a process names
+_said: set[str] = set()
+
+
+def skip_or_raise(error: BadDocument, skip: bool) -> None:
+    """Raises `error`; or, for data.on_corrupt=skip, says what is left out: once each, and not of more than a few."""
+    if not skip:
+        raise error
+    if str(error) not in _said and len(_said) <= _NAMED:
+        _said.add(str(error))
+        more = "; more are counted, but not named" if len(_said) > _NAMED else ""
+        print(f"data: {error}; left out{more}", file=sys.stderr, flush=True)
+
+
+class Text(NamedTuple):
+    """The text of a document."""
+
+    text: str
+    ends: bool = True  # whether the document ends with it
+    prompt: str = ""  # stands before the text and is not trained on
 
 
 class Texts(Protocol):
@@ -31,8 +58,11 @@ class Texts(Protocol):
     contiguous: bool
 
     def __len__(self) -> int: ...
-    def read(self, index: int) -> tuple[str, bool]:
-        """The text of a document, and whether the document ends with it."""
+    def read(self, index: int) -> Text:
+        """Document `index`. Raises BadDocument where it is none."""
+
+    def size_of(self, index: int) -> int:
+        """About how many bytes document `index` has, 1 or more; 1 for all where it isn't known without reading."""
 
     def where(self, index: int) -> str:
         """What to call document `index` in a message."""
@@ -63,7 +93,7 @@ class TextFiles:
         self._paths = list(self._sizes)
         self.size = sum(self._sizes.values())
         self.contiguous = len(self._paths) == 1
-        self._piece = max(_PIECE_BYTES, 16 * seq_len)
+        self._piece = max(PIECE_BYTES, 16 * seq_len)
         if self.contiguous:
             self._piece = max(16, min(self._piece, int(self.size * validation_fraction)))
         # The last piece of a file takes the rest too, so none is tiny.
@@ -79,10 +109,14 @@ class TextFiles:
         first = self._ends[at - 1] if at else 0
         return self._paths[at], index - first, index + 1 == self._ends[at]
 
+    def size_of(self, index: int) -> int:
+        path, piece, last = self._locate(index)
+        return self._sizes[path] - piece * self._piece if last else self._piece
+
     def where(self, index: int) -> str:
         return self._locate(index)[0]
 
-    def read(self, index: int) -> tuple[str, bool]:
+    def read(self, index: int) -> Text:
         path, piece, last = self._locate(index)
         with open(path, "rb") as file:
             start = self._cut(file, piece)
@@ -92,9 +126,9 @@ class TextFiles:
         if len(data) != stop - start:
             raise UserError(f"{path} became shorter while it was read; start again")
         try:
-            return data.decode("utf-8"), last
+            return Text(data.decode("utf-8"), last)
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not valid UTF-8 at byte {start + error.start}; convert it to UTF-8") from None
+            raise BadDocument(f"{path} is not valid UTF-8 at byte {start + error.start}; convert it to UTF-8") from None
 
     def _cut(self, file: Any, piece: int) -> int:
         """The byte that piece number `piece` starts at: after a line's end, or else between two characters."""
@@ -102,7 +136,7 @@ class TextFiles:
             return 0
         at = piece * self._piece
         file.seek(at)
-        ahead = file.read(min(_SEARCH_BYTES, self._piece // 2))
+        ahead = file.read(min(SEARCH_BYTES, self._piece // 2))
         newline = ahead.find(b"\n")
         if newline >= 0:
             return at + newline + 1
@@ -114,8 +148,8 @@ class JsonLines:
 
     contiguous = False
 
-    def __init__(self, paths: list[str], text_key: str):
-        self._text_key = text_key
+    def __init__(self, paths: list[str], text_key: str, prompt_key: str = ""):
+        self._text_key, self._prompt_key = text_key, prompt_key
         self._paths = paths
         self._offsets = [_line_offsets(path) for path in paths]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
@@ -128,29 +162,54 @@ class JsonLines:
         at = bisect.bisect_right(self._ends, index)
         return self._paths[at], int(self._offsets[at][index - (self._ends[at - 1] if at else 0)])
 
+    def size_of(self, index: int) -> int:
+        at = bisect.bisect_right(self._ends, index)
+        i = index - (self._ends[at - 1] if at else 0)
+        offsets = self._offsets[at]
+        return int((offsets[i + 1] if i + 1 < len(offsets) else os.path.getsize(self._paths[at])) - offsets[i])
+
     def where(self, index: int) -> str:
         path, offset = self._locate(index)
         with open(path, "rb") as file:
             line = 1 + sum(1 for _ in itertools.takewhile(lambda _: file.tell() <= offset, iter(file.readline, b"")))
         return f"{path}:{line}"
 
-    def read(self, index: int) -> tuple[str, bool]:
+    def read(self, index: int) -> Text:
         path, offset = self._locate(index)
         with open(path, "rb") as file:
             file.seek(offset)
             line = file.readline()
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise UserError(f"{self.where(index)} is not valid UTF-8; convert the file to UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{self.where(index)} is not JSON ({error.msg}); every line must be one object") from None
-        if not isinstance(record, dict) or self._text_key not in record:
+        return parse_line(line, self._text_key, self._prompt_key, lambda: self.where(index))
+
+
+def parse_line(line: bytes, text_key: str, prompt_key: str, where: Callable[[], str] | str) -> Text:
+    """The text, and the prompt where there is a key for it, of a line of JSON. Raises BadDocument if it has none."""
+
+    def named() -> str:
+        return where if isinstance(where, str) else where()
+
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise BadDocument(f"{named()} is not valid UTF-8; convert the file to UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadDocument(f"{named()} is not JSON ({error.msg}); every line must be one object") from None
+    except RecursionError:
+        raise BadDocument(f"{named()} is nested too deep for JSON") from None
+    return check_text(record, text_key, prompt_key, named)
+
+
+def check_text(record: Any, text_key: str, prompt_key: str, where: Callable[[], str] | str) -> Text:
+    """The strings of `record` under the two keys. Raises BadDocument if there are none."""
+    for key, field in ((text_key, "text_key"), (prompt_key, "prompt_key")):
+        if not key or (isinstance(record, dict) and isinstance(record.get(key), str)):
+            continue
+        named = where if isinstance(where, str) else where()
+        if not isinstance(record, dict) or key not in record:
             found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise UserError(f"{self.where(index)} has {found}, not {self._text_key!r}; set data.text_key")
-        if not isinstance(record[self._text_key], str):
-            raise UserError(f"{self.where(index)} has no string under {self._text_key!r}; set data.text_key")
-        return record[self._text_key], True
+            raise BadDocument(f"{named} has {found}, not {key!r}; set data.{field}")
+        raise BadDocument(f"{named} has no string under {key!r}; set data.{field}")
+    return Text(record[text_key], prompt=record[prompt_key] if prompt_key else "")
 
 
 def _line_offsets(path: str) -> np.ndarray:
@@ -183,14 +242,17 @@ class ArrayRecords:
     def __len__(self) -> int:
         return self._length
 
+    def size_of(self, index: int) -> int:
+        return 1
+
     def where(self, index: int) -> str:
         return f"record {index} of {self._name}"
 
-    def read(self, index: int) -> tuple[str, bool]:
+    def read(self, index: int) -> Text:
         try:
-            return self._records[index].decode("utf-8"), True
+            return Text(self._records[index].decode("utf-8"))
         except UnicodeDecodeError:
-            raise UserError(f"{self.where(index)} is not valid UTF-8; records must be text") from None
+            raise BadDocument(f"{self.where(index)} is not valid UTF-8; records must be text") from None
 
 
 def expand(patterns: Iterable[str]) -> list[str]:

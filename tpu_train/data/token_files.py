@@ -18,6 +18,7 @@ from tpu_train.config import UserError
 _MAGIC = b"TPUTOKEN"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQqQ8x")  # magic, version, bytes per id, vocab size, eod id or -1, count
+HEADER_BYTES = _HEADER.size
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _CHUNK = 1 << 22  # ids per pass over an array
 
@@ -44,14 +45,24 @@ def write_tokens(path: str | os.PathLike[str], array: np.ndarray, vocab_size: in
         raise UserError(f"eod_id={eod_id} for {path} is outside [0, {vocab_size})")
     for start in range(0, len(array), _CHUNK):
         check_ids(array[start : start + _CHUNK], vocab_size, f"the tokens for {path}")
-    dtype = _DTYPES[2 if vocab_size <= 1 << 16 else 4]
+    dtype = id_dtype(vocab_size)
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
-        eod = -1 if eod_id is None else eod_id
-        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, vocab_size, eod, len(array)))
+        file.write(header(vocab_size, eod_id, len(array)))
         for start in range(0, len(array), _CHUNK):
             file.write(array[start : start + _CHUNK].astype(dtype).tobytes())
     unfinished.replace(path)
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """How ids are written."""
+    return _DTYPES[2 if vocab_size <= 1 << 16 else 4]
+
+
+def header(vocab_size: int, eod_id: int | None, count: int) -> bytes:
+    """The first bytes of a `.bin` of `count` ids."""
+    eod = -1 if eod_id is None else eod_id
+    return _HEADER.pack(_MAGIC, _VERSION, id_dtype(vocab_size).itemsize, vocab_size, eod, count)
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenFile:
@@ -63,19 +74,19 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenFile:
         raise UserError(f"token file {str(path)!r} must be a .npy or a .bin of write_tokens")
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        head = file.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES or not head.startswith(_MAGIC):
         raise UserError(
             f"{path} is not a token file (no {_MAGIC.decode()} header); write it with write_tokens, or as .npy"
         )
     _, version, itemsize, vocab_size, eod, count = _HEADER.unpack(head)
     if version != _VERSION or itemsize not in _DTYPES:
         raise UserError(f"{path} is a token file of version {version}; this program reads version {_VERSION}")
-    if size != _HEADER.size + count * itemsize:
-        raise UserError(f"{path} has {size} bytes, its header says {_HEADER.size + count * itemsize}; write it again")
+    if size != HEADER_BYTES + count * itemsize:
+        raise UserError(f"{path} has {size} bytes, its header says {HEADER_BYTES + count * itemsize}; write it again")
     ids: np.ndarray = np.zeros(0, _DTYPES[itemsize])
     if count:
-        ids = np.memmap(path, _DTYPES[itemsize], "r", offset=_HEADER.size, shape=(count,))
+        ids = np.memmap(path, _DTYPES[itemsize], "r", offset=HEADER_BYTES, shape=(count,))
     return TokenFile(str(path), ids, vocab_size, None if eod < 0 else eod)
 
 

@@ -82,6 +82,7 @@ class Memory:
 
     weights: float
     moments: float
+    average: float  # the weights' moving average
     gradients: float
     activations: float
     logits: float
@@ -90,7 +91,8 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, float]:
-        names = ("weights", "moments", "gradients", "activations", "logits", "transient")
+        names = ["weights", "moments", "gradients", "activations", "logits", "transient"]
+        names[2:2] = ["average"] if self.average else []
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -119,9 +121,14 @@ def moments(config: Config, split: Split) -> float:
     return whole * (first + FLOAT32) - blocks * FLOAT32
 
 
+def average(config: Config, split: Split) -> float:
+    """Bytes of the weights' moving average on one device: float32, split as they are; 0 where none is kept."""
+    return 0.0 if config.optim.ema_decay is None else FLOAT32 * sharded_params(config.model, split)
+
+
 def state(config: Config, split: Split) -> float:
-    """Bytes of weights, gradients and moments on one device."""
-    weights = FLOAT32 * sharded_params(config.model, split)
+    """Bytes of weights, their average, gradients and moments on one device."""
+    weights = FLOAT32 * sharded_params(config.model, split) + average(config, split)
     return weights + sum(gradients(config.model, split)) + moments(config, split)
 
 
@@ -225,7 +232,7 @@ def training(config: Config, split: Split) -> Memory:
         (running, activations(config, split), logits, head, "loss"),
         (running + of_blocks + of_others, layers, 0.0, again + group * c * matrices / t, "blocks"),
     )
-    found = [Memory(weights, moments(config, split), *peak) for peak in peaks]
+    found = [Memory(weights, moments(config, split), average(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)
 
 

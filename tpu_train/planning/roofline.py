@@ -152,7 +152,8 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     )
     traffic = _traffic(model, split, axes, M, config.data.seq_len)
     state = memory.sharded_params(model, split)
-    update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * memory.moments(config, split)
+    kept = memory.moments(config, split) + memory.average(config, split)
+    update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * kept
     return [
         ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).

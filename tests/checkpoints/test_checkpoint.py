@@ -8,52 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_cases import abstract_like, state_of, steps_in
 
 from tpu_train import data, precision
 from tpu_train.checkpoint import PARTS, Checkpoints, SaveFailed, refuse_other_run
-from tpu_train.config import Config, DataConfig, UserError, apply_override
+from tpu_train.config import Config, UserError, apply_override
 from tpu_train.sharding import P
 from tpu_train.train_step import abstract_state, init_state
 
 CPU = precision.Compute(jnp.dtype("float32"), "xla", "cpu")
-
-
-def abstract_like(tree):
-    """ShapeDtypeStructs with the shardings of `tree`'s arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-@pytest.fixture(scope="module")
-def text_config(tmp_path_factory) -> Config:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(6):
-        (folder / f"{i}.txt").write_text(f"document {i} " * 40)
-    return Config(data=DataConfig(source="text", paths=(f"{folder}/*.txt",), seq_len=16, batch_size=2))
-
-
-@pytest.fixture
-def batches(text_config):
-    batches = data.train_batches(text_config.data, vocab_size=256)
-    yield batches
-    batches.close()
-
-
-@pytest.fixture
-def save(batches, text_config):
-    """save(checkpoints, step): one that holds {"w": [step, step, ...]}."""
-
-    def write(checkpoints, step, state=None):
-        checkpoints.save(step, state_of(step) if state is None else state, batches, text_config)
-
-    return write
-
-
-def state_of(step, size=4):
-    return {"w": jnp.full((size,), step, jnp.float32)}
-
-
-def steps_in(workdir):
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def test_keep_last_keeps_that_many(tmp_path, save):
@@ -101,7 +64,9 @@ def test_what_is_no_checkpoint_is_never_taken_for_one_nor_counted_nor_deleted(tm
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
         assert checkpoints.latest() == 2
         assert checkpoints.find(None) == 2
-        with pytest.raises(UserError, match="no checkpoint of step 8; it has 1, 2"):
+        with pytest.raises(UserError, match="no checkpoint of step 7; it has 1, 2"):
+            checkpoints.find(7)
+        with pytest.raises(UserError, match="8 is damaged: it lacks data, config"):
             checkpoints.find(8)
         save(checkpoints, 3)
         checkpoints.wait()

@@ -1,0 +1,116 @@
+"""What makes a checkpoint good: every file it was saved with, of the size and checksum that it had then.
+
+manifest.json is written once all other files are, before Orbax renames the folder to its step, so a folder of that name
+without one is torn or from before manifests. CRC-32 finds what disks, copies and edits do to files; it is no defence
+against somebody who writes a new manifest too.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tpu_train.config import UserError
+
+PARTS = ("state", "data", "config")
+FILE_NAME = "manifest.json"
+FORMAT = 2  # in Orbax's metadata too; 1 had no manifest
+_ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_CHUNK = 1 << 22  # bytes
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved; says which file and how."""
+
+
+def write(folder: Path, validation_loss: float | None) -> None:
+    """Writes FOLDER/manifest.json over all files that are there, to disk and not only to its cache."""
+    files = {name: [size, checksum] for name, size, checksum in map(_measure(folder), sorted(_names(folder)))}
+    text = json.dumps({"format": FORMAT, "validation_loss": validation_loss, "files": files})
+    with (folder / FILE_NAME).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint whose files have the right names and sizes; None if it is older than manifests.
+
+    Raises Damaged where that is not so, UserError if a newer version of this program wrote it.
+    """
+    missing = [part for part in PARTS if not (folder / part).is_dir()]
+    if missing:
+        raise Damaged(f"it lacks {', '.join(missing)}")
+    if not (folder / FILE_NAME).exists():
+        if _orbax_metadata(folder).get("custom_metadata"):
+            raise Damaged(f"{FILE_NAME} is missing")
+        return None
+    try:
+        manifest = json.loads((folder / FILE_NAME).read_bytes())
+        version, files = manifest["format"], {name: tuple(found) for name, found in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{FILE_NAME} is no manifest") from None
+    if version != FORMAT:
+        raise UserError(f"{folder} is of format {version}, this version reads formats up to {FORMAT}; take a newer one")
+    for name, (size, _) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{name} is missing")
+        if name != _ORBAX_METADATA and path.stat().st_size != size:
+            raise Damaged(f"{name} has {path.stat().st_size} bytes, {size} were saved")
+    return manifest
+
+
+def check(folder: Path, process_index: int = 0, process_count: int = 1) -> bool:
+    """Reads this process's share of the files; returns whether there is a manifest to hold them to.
+
+    Raises Damaged for the first that is not as saved. Every n-th file, by size, is one process's.
+    """
+    manifest = read(folder)
+    if manifest is None:
+        return False
+    by_size = sorted(manifest["files"], key=lambda name: (-manifest["files"][name][0], name))
+    mine = by_size[process_index::process_count]
+    with ThreadPoolExecutor(8) as pool:
+        for name, _, checksum in pool.map(_measure(folder), mine):
+            if checksum != manifest["files"][name][1]:
+                raise Damaged(f"{name} has another checksum than was saved")
+    return True
+
+
+def _measure(folder: Path) -> Any:
+    """name -> (name, size, checksum) of a file in `folder`."""
+
+    def measure(name: str) -> tuple[str, int, int]:
+        if name == _ORBAX_METADATA:
+            content = json.dumps(_orbax_metadata(folder), sort_keys=True).encode()
+            return name, len(content), zlib.crc32(content)
+        size = checksum = 0
+        try:
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        except OSError as error:
+            raise Damaged(f"{name} can't be read: {error.strerror}") from error
+        return name, size, checksum
+
+    return measure
+
+
+def _orbax_metadata(folder: Path) -> dict[str, Any]:
+    """Without the time of the commit, which Orbax adds after the manifest is written."""
+    try:
+        metadata = json.loads((folder / _ORBAX_METADATA).read_bytes())
+        metadata.pop("commit_timestamp_nsecs", None)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{_ORBAX_METADATA} can't be read") from None
+    return metadata
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != FILE_NAME:
+            yield path.relative_to(folder).as_posix()
