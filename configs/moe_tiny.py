@@ -18,5 +18,5 @@ def config() -> Config:
         data=DataConfig(seq_len=128, batch_size=16),
         optim=OptimConfig(peak_lr=3e-3, warmup_steps=20),
         checkpoint=CheckpointConfig(every_steps=200),
-        run=RunConfig(steps=600, log_every=20, eval_every=200, eval_batches=8),
+        run=RunConfig(steps=400, log_every=20, eval_every=200, eval_batches=8),
     )
