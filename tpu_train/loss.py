@@ -36,10 +36,12 @@ def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float
 
 
 def hidden_states(model: Transformer, batch: dict[str, jax.Array], compute: Compute, masters=None):
-    """x_BTD and the experts' loads (see Transformer.with_loads). Padding has segment 0, or weight 0 where rows are not
-    packed."""
-    segments_BT = batch.get("segment_ids")
-    real_BT = (batch["weights"] if segments_BT is None else segments_BT) > 0
-    inputs = batch["tokens"], batch["positions"], segments_BT
-    x_BTD, _, loads = model.with_loads(*inputs, compute, masters=masters, real_BT=real_BT)
+    """x_BTD and the experts' loads (see Transformer.with_loads)."""
+    inputs = batch["tokens"], batch["positions"], batch.get("segment_ids")
+    x_BTD, _, loads = model.with_loads(*inputs, compute, masters=masters, real_BT=real_tokens(batch))
     return x_BTD, loads
+
+
+def real_tokens(batch: dict[str, jax.Array]) -> jax.Array:
+    """False at padding: segment 0, or weight 0 where there are no segments (a prompt has weight 0 too)."""
+    return batch.get("segment_ids", batch["weights"]) > 0

@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
     "diff": "the first step where two runs part, and by how much: tpu-train diff WORKDIR1 WORKDIR2",
+    "blame": "the first tensor that was not finite in a skipped step, done again from the checkpoint before",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
@@ -138,6 +139,9 @@ def _flags_of(command: str) -> flags.FlagValues:
         return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+    elif command == "blame":
+        add(flags.DEFINE_string, "config", None, "the run's config file, if no checkpoint came before the step")
+        add(flags.DEFINE_integer, "step", None, "default: the first of the last row of steps that were not finite")
     else:
         add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
@@ -232,6 +236,10 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         return local_processes.run(flag["processes"], argv)
     _prepare_jax()
     _join()
+    if command == "blame":
+        from tpu_train import blame
+
+        return blame.show(flag)
     from tpu_train import inference
 
     return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, context, data, devices, generate, goodput, precision, processes, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -22,12 +22,11 @@ from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.flops import active_params
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
-from tpu_train.sharding import SPECS
 from tpu_train.stopping import Stop, stop_signals
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
-    batch_names,
+    batch_on_mesh,
     best_model,
     init_state,
     trace_step,
@@ -77,6 +76,7 @@ def train(config: Config, start_time: float) -> int:
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
+    say(batches.describe())
     if jax.process_index() == 0:
         say(write_charts(workdir))
     if config.run.sample_tokens:
@@ -128,7 +128,6 @@ class Run:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
                     if saving or self.saver.checkpoints.is_best(loss):
-                        self.clock.enter("save")
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
@@ -140,24 +139,14 @@ class Run:
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
-        batch = next(self.batches)
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding,
-                context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), self.mesh.shape["context"]),
-                (micro, rows // micro, batch[name].shape[-1]),
-            )
-            for name in batch_names(self.config)
-        }
+        return batch_on_mesh(next(self.batches), self.config, self.mesh)
 
     def _evaluate(self, state: TrainState) -> float:
         batches = map(self.clock.alive, self.validation)
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
+        self.clock.enter("save")
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))

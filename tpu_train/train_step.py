@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import spikes
+from tpu_train import context, spikes
 from tpu_train.config import Config
 from tpu_train.loss import hidden_states, weighted_loss
 from tpu_train.models import balance
@@ -149,8 +149,23 @@ def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax
 def batch_names(config: Config) -> list[str]:
     """The arrays of a batch."""
     # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
-    segments = ["segment_ids"] if config.data.packing else []
+    # Experts need to tell padding from a prompt, whose weight is 0 as well.
+    segments = ["segment_ids"] if config.data.packing or config.model.num_experts else []
     return ["tokens", "labels", "positions", "weights", *segments]
+
+
+def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    micro, rows = config.optim.accumulation_steps, config.data.batch_size
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding,
+            context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), mesh.shape["context"]),
+            (micro, rows // micro, batch[name].shape[-1]),
+        )
+        for name in batch_names(config)
+    }
 
 
 def _updates_done(opt_state: Any) -> jax.Array:

@@ -107,6 +107,8 @@ def _check_mixture(data: DataConfig) -> None:
         where = f"data.mixture source {source.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", source.name) or names.count(source.name) > 1:
             raise UserError(f"{where}: names are letters, digits, - and _, and each is given once")
+        if source.name in ("documents", "split", "tokens", "untrained", "dropped", "lost"):
+            raise UserError(f"{where}: that is the name of another count; choose another")
         parse(source.source, SourceName, f"{where}: source")
         if (source.source == "python_stdlib") == bool(source.paths):
             raise UserError(f"{where}: source={source.source} {'reads no' if source.paths else 'needs'} paths")

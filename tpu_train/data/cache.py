@@ -35,6 +35,7 @@ from tpu_train.data.tokenizers import Tokenizer
 VERSION = 1
 BLOCK = 1 << 16  # bytes
 _SAID = 10  # documents of a shard that are named
+SAY_EVERY = 30.0  # seconds, in the middle of a shard
 PARTS = ("bin", "documents", "blocks")
 
 
@@ -127,12 +128,16 @@ class Cache:
             parts = {name: stack.enter_context(_unfinished(stem, name)) for name in PARTS}
             writer = _Writer(parts, self.tokenizer)
             lost, damage = 0, ""
+            said = time.monotonic()
             try:
                 for chunk in tokenizing.shard(shard):
                     for line in chunk.bad[: max(0, _SAID - lost)]:  # the summary counts the others
                         self._refuse_or_say(line)
                     lost += len(chunk.bad)
                     writer.add(chunk)
+                    if time.monotonic() - said > SAY_EVERY:
+                        said = time.monotonic()
+                        print(f"data: tokenizing {shard}: {writer.tokens:,} tokens so far", flush=True)
             except BadShard as error:
                 self._refuse_or_say(str(error))
                 damage, lost = str(error), lost + (error.lost or 0)
@@ -209,16 +214,17 @@ class BlockSums:
     """CRCs of the blocks of what is written piece by piece."""
 
     def __init__(self) -> None:
-        self._rest, self._sums = b"", np.zeros(0, "<u4")
+        self._rest = b""
+        self._sums: list[np.ndarray] = []
 
     def add(self, data: bytes) -> None:
         data = self._rest + data
         stop = len(data) - len(data) % BLOCK
-        self._sums = np.concatenate([self._sums, block_sums(data[:stop])])
+        self._sums.append(block_sums(data[:stop]))
         self._rest = data[stop:]
 
     def finish(self) -> np.ndarray:
-        return np.concatenate([self._sums, block_sums(self._rest)])
+        return np.concatenate([*self._sums, block_sums(self._rest)])
 
 
 def block_sums(data: bytes | memoryview) -> np.ndarray:

@@ -1,0 +1,389 @@
+"""Disturbs training runs until they can't take it any more: kills, full disks, damaged checkpoints, clocks that jump.
+
+    python benchmarks/soak.py --faults=200 [--processes=2] [--seed=0]
+
+A run of a tiny model is done once undisturbed. Then the same run is started again and again, and each start suffers one
+fault, drawn at random; what it left behind is continued until the run is complete, and a next run begins. A fault is
+
+- survived: the completed run has the undisturbed one's losses, every step of them, and its last weights, bit for bit;
+- lost: a start that nothing disturbed failed, or the run came to an end without its last step;
+- silent: the run completed with another loss or weight. There must be none.
+
+Prints a table of them by fault, and exits with 1 if any is not survived. Processes are forked from one that has
+imported the program, so that a start takes little more than its work; with --processes each run is several processes of
+their own, which takes longer. It needs Linux.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, SAVE_EVERY = 120, 20
+LIMIT = 300  # seconds that one start may take; past it, it hangs
+CONFIG = f'''"""The model of the soak."""
+from tpu_train.config import *
+
+
+def config():
+    return Config(
+        model=ModelConfig(num_layers=1, model_dim=16, num_heads=2, mlp_dim=32),
+        data=DataConfig(seq_len=16, batch_size=4),
+        optim=OptimConfig(peak_lr=1e-2, warmup_steps=2),
+        checkpoint=CheckpointConfig(every_steps={SAVE_EVERY}),
+        run=RunConfig(steps={STEPS}, log_every=1, eval_every=60, eval_batches=1, sample_tokens=0),
+    )
+'''
+
+
+class Lost(Exception):
+    """The run can't be continued; says why."""
+
+
+@dataclasses.dataclass
+class Start:
+    """One process of the program that trains, or the first of several, and what it leaves behind."""
+
+    process: Any
+    workdir: Path
+    log: Path
+    begun: float
+    resumes: bool  # a checkpoint was there when it began
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def step(self) -> int:
+        """The last step in the metrics."""
+        return max((line["step"] for line in metrics(self.workdir)), default=0)
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """False if the process ended before."""
+        while not condition():
+            if self.process.exitcode is not None:
+                return False
+            if time.monotonic() > self.begun + LIMIT:
+                raise Lost(f"nothing for {LIMIT} s: {self.text[-400:]}")
+            time.sleep(0.002)
+        return True
+
+    def kill(self) -> None:
+        """At once, with all that it started."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that `pid` started, and that those started."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that is half written is left out."""
+    file = workdir / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def checkpoints(workdir: Path) -> list[Path]:
+    """Complete ones, oldest first."""
+    folder = workdir / "checkpoints"
+    there = [path for path in folder.glob("*") if path.name.isdigit()] if folder.exists() else []
+    return sorted(there, key=lambda path: int(path.name))
+
+
+# Each fault: disturbs a start, and says whether it came to it before the start ended by itself.
+
+
+def kill_in_start_up(start: Start, draw: random.Random) -> bool:
+    time.sleep(draw.uniform(0, 1.5))
+    return killed(start)
+
+
+def kill_in_a_step(start: Start, draw: random.Random) -> bool:
+    return training(start, draw) and killed(start)
+
+
+def kill_in_a_save(start: Start, draw: random.Random) -> bool:
+    folder = start.workdir / "checkpoints"
+    begun = training(start, draw) and start.wait_until(lambda: any(folder.glob("*.unfinished*")))
+    time.sleep(draw.uniform(0, 0.03))
+    return begun and killed(start)
+
+
+def kill_in_a_restore(start: Start, draw: random.Random) -> bool:
+    begun = start.resumes and start.wait_until(lambda: "continuing from step" in start.text)
+    time.sleep(draw.uniform(0, 0.1))
+    return begun and killed(start)
+
+
+def kill_of_one_process(start: Start, draw: random.Random) -> bool:
+    """Of those that the start consists of, its parent and workers among them."""
+    if not training(start, draw):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(draw.choice([start.process.pid, *descendants(start.process.pid)]), signal.SIGKILL)
+    start.wait_until(lambda: False)
+    start.kill()
+    return True
+
+
+def stop_signal(start: Start, draw: random.Random) -> bool:
+    if not training(start, draw):
+        return False
+    start.process.terminate()
+    start.wait_until(lambda: False)
+    if start.process.exitcode not in (0, 128 + signal.SIGTERM):
+        raise Lost(f"SIGTERM gave the exit code {start.process.exitcode}: {start.text[-400:]}")
+    return True
+
+
+def full_disk(start: Start, draw: random.Random) -> bool:
+    """No file may grow, for a moment or for good."""
+    if not training(start, draw):
+        return False
+    pids = [start.process.pid, *descendants(start.process.pid)]
+    for limit in (draw.choice([0, 100, 4000]), resource.RLIM_INFINITY):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        time.sleep(draw.uniform(0.1, 1))
+    start.wait_until(lambda: False)
+    return True
+
+
+def truncated_checkpoint(start: Start, draw: random.Random) -> bool:
+    """A file of the newest checkpoint, after a kill."""
+    return damage(start, draw, lambda data: data[: draw.randrange(len(data))])
+
+
+def flipped_bit(start: Start, draw: random.Random) -> bool:
+    """In a file of the newest checkpoint, after a kill."""
+
+    def flip(data: bytes) -> bytes:
+        at = draw.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
+
+    return damage(start, draw, flip)
+
+
+def clock_jumps(start: Start, draw: random.Random) -> bool:
+    """The start's clock jumps by hours from the beginning on (see `train`); it is killed too."""
+    return kill_in_a_step(start, draw)
+
+
+FAULTS = (
+    kill_in_start_up,
+    kill_in_a_step,
+    kill_in_a_save,
+    kill_in_a_restore,
+    kill_of_one_process,
+    stop_signal,
+    full_disk,
+    truncated_checkpoint,
+    flipped_bit,
+    clock_jumps,
+)
+
+
+def training(start: Start, draw: random.Random) -> bool:
+    """Waits for one of its first steps; False if it ended before."""
+    first = start.step()
+    begun = start.wait_until(lambda: start.step() > first)
+    time.sleep(draw.uniform(0, 0.5))
+    return begun and start.process.exitcode is None
+
+
+def killed(start: Start) -> bool:
+    there = start.process.exitcode is None
+    start.kill()
+    return there
+
+
+def damage(start: Start, draw: random.Random, change: Callable[[bytes], bytes]) -> bool:
+    """Kills it, once there is an older checkpoint to go on from, and changes a file of the newest."""
+    if not start.wait_until(lambda: len(checkpoints(start.workdir)) > 1) or not killed(start):
+        return False
+    newest = checkpoints(start.workdir)[-1]
+    file = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
+    file.write_bytes(change(file.read_bytes()))
+    return True
+
+
+def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> None:
+    """In a forked process: the command, its output in a file, under a clock that jumps if there is a seed for it."""
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}  # for processes that it starts
+    os.environ["XLA_FLAGS"] = re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", ""))
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if seed is not None:
+        draw, clock = random.Random(seed), time.time
+        time.time = lambda: clock() + draw.choice([-7200.0, 0.0, 7200.0])
+    from tpu_train import main
+
+    sys.exit(main.main(["tpu-train", "train", *arguments]))
+
+
+class Soak:
+    """Runs in `folder`; `flags` go to every start of the program."""
+
+    def __init__(self, folder: Path, flags: list[str], seed: int):
+        self._folder, self._flags, self._draw = folder, flags, random.Random(seed)
+        (folder / "config.py").write_text(CONFIG)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["soak", "tpu_train.train", "tensorboardX", "grain"])
+        _start_server()
+        whole = folder / "whole"
+        self._finish(whole)
+        self.wanted = metrics(whole), final_arrays(whole)
+        self.tally: Counter[tuple[str, str]] = Counter()
+        self.reasons: list[str] = []
+
+    def suffer(self, faults: int, kinds: tuple[Callable[[Start, random.Random], bool], ...] = FAULTS) -> None:
+        """Runs until that many faults came about, of each kind as many; fills `tally` with (fault, outcome): count."""
+        waiting = [kinds[i % len(kinds)] for i in range(faults)]
+        self._draw.shuffle(waiting)
+        number = 0
+        while waiting:
+            workdir, suffered = self._folder / f"run{number}", Counter[str]()
+            number += 1
+            try:
+                for fault in self._one_run(workdir, waiting):
+                    suffered[fault] += 1
+                outcome = self.compare(workdir)
+            except Lost as lost:
+                outcome = f"lost: {lost}"
+            if outcome != "survived":
+                self.reasons.append(f"{workdir.name}, {', '.join(suffered)}: {outcome}")
+            self.tally.update({(fault, outcome.partition(":")[0]): n for fault, n in suffered.items()})
+            shutil.rmtree(workdir, ignore_errors=True)
+
+    def _one_run(self, workdir: Path, waiting: list[Callable[[Start, random.Random], bool]]) -> Iterator[str]:
+        """Takes faults from `waiting` until the run is complete; gives the names of those that came about."""
+        for fault in list(waiting):
+            if complete(workdir):
+                return
+            seed = self._draw.randrange(1 << 30) if fault is clock_jumps else None
+            start = self._start(workdir, seed)
+            came = fault(start, self._draw)
+            start.process.join(LIMIT)
+            start.kill()
+            took = time.monotonic() - start.begun
+            how = f"{fault.__name__}{'' if came else ' (did not come about)'}"
+            print(f"{workdir.name}: {how}, {took:.1f} s, step {start.step()}", file=sys.stderr)
+            if came:
+                waiting.remove(fault)
+                yield fault.__name__
+            elif start.process.exitcode not in (0, -signal.SIGKILL):
+                raise Lost(f"a start failed with {start.process.exitcode}: {start.text[-400:]}")
+        self._finish(workdir)
+
+    def _start(self, workdir: Path, clock_seed: int | None = None) -> Start:
+        arguments = [f"--config={self._folder / 'config.py'}", f"--workdir={workdir}", *self._flags]
+        log = workdir.with_suffix(".log")
+        log.unlink(missing_ok=True)
+        resumes = bool(checkpoints(workdir))
+        process = self._context.Process(target=train, args=(arguments, log, self._folder / "compiled", clock_seed))
+        process.start()
+        return Start(process, workdir, log, time.monotonic(), resumes)
+
+    def _finish(self, workdir: Path) -> None:
+        """Starts it undisturbed, and waits."""
+        start = self._start(workdir)
+        start.wait_until(lambda: False)
+        if start.process.exitcode != 0 or not complete(workdir):
+            raise Lost(f"an undisturbed start ended with {start.process.exitcode}: {start.text[-400:]}")
+
+    def compare(self, workdir: Path) -> str:
+        lines, arrays = self.wanted
+        for wanted, got in itertools.zip_longest(map(_numbers, lines), map(_numbers, metrics(workdir))):
+            if wanted != got:
+                return f"silent: {got} where the undisturbed run has {wanted}"
+        found = final_arrays(workdir)
+        differ = [name for name in arrays | found if found.get(name) != arrays.get(name)]
+        return f"silent: {differ[0]} differs" if differ else "survived"
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same in every run; times do not."""
+    return {name: line.get(name) for name in ("step", "loss", "grad_norm", "validation_loss")}
+
+
+def _start_server() -> None:
+    """The process that others are forked from; what it imports it finds by PYTHONPATH alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def complete(workdir: Path) -> bool:
+    """Whether the last step's checkpoint is there."""
+    return bool(there := checkpoints(workdir)) and there[-1].name == str(STEPS)
+
+
+def final_arrays(workdir: Path) -> dict[str, bytes]:
+    """The arrays of the last checkpoint, as bytes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sharding info not provided")
+        saved = ocp.load_checkpointables(workdir / "checkpoints" / str(STEPS), {"state": None})["state"]
+    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree.leaves_with_path(saved)}
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        soak = Soak(Path(folder), [f"--processes={arguments.processes}"], arguments.seed)
+        soak.suffer(arguments.faults)
+    print(f"| {'fault':<22} | survived | lost | silent |\n|{'-' * 24}|---------:|-----:|-------:|")
+    for fault in FAULTS:
+        counts = [soak.tally[fault.__name__, outcome] for outcome in ("survived", "lost", "silent")]
+        print(f"| {fault.__name__.replace('_', ' '):<22} | {counts[0]:>8} | {counts[1]:>4} | {counts[2]:>6} |")
+    print("\n".join(soak.reasons))
+    return int(bool(soak.reasons))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
