@@ -247,6 +247,17 @@ def test_biases_follow_the_sign_of_the_load_error_and_rest_without_tokens():
     np.testing.assert_array_equal(moved, [[0.75, 1.25, 1.0, -1.0], [1.0, 1.0, 1.0, -1.0]])
 
 
+@pytest.mark.parametrize(
+    ("length", "choices", "experts", "factor", "room"),
+    [(10, 3, 10, 0.1, 1), (16, 2, 8, 1.0, 4), (16, 2, 8, 1.01, 5), (100, 1, 10, 1.1, 11), (1, 2, 64, 1.0, 1)],
+)
+def test_capacity_is_rounded_up_and_no_further(length, choices, experts, factor, room):
+    config = ModelConfig(num_experts=experts, experts_per_token=choices, capacity_factor=factor)
+    assert moe.capacity(config, length) == room
+    # Two devices with three rows each have room for all that may come, and for no more choices than there are.
+    assert moe.rows_at_home(config, 2, 3, length) == 2 * 3 * min(length * choices, experts // 2 * room)
+
+
 def test_compile_counts_no_loops_over_rows_that_only_the_run_knows():
     def product(x, sizes):
         return ops.grouped_matmul(x, jnp.zeros((2, 4, 8)), sizes, compute=COMPUTE)
