@@ -100,7 +100,7 @@ def _replay(state, batches, config, compute, mesh, before: int, target: int) -> 
 def look_into(state: TrainState, batch: dict[str, jax.Array], config: Config, compute) -> list[str]:
     """Lines: loss and gradient norm, then the first bad tensor of each kind, and in the last one the verdict."""
     layers = config.model.num_layers
-    loss, grads = jax.jit(lambda s, b: loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
+    loss, grads, _ = jax.jit(lambda s, b: loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
     lines = [f"loss {float(loss):.6g}, gradient norm {float(optax.tree.norm(grads)):.6g}"]
     kinds = {
         "weights": examine.arrays(state.model, "model", layers),

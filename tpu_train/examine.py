@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from tpu_train import ops
+from tpu_train.loss import real_tokens
 from tpu_train.models.layers import Context, rotary_angles
 from tpu_train.models.transformer import Transformer
 from tpu_train.precision import Compute
@@ -102,7 +103,7 @@ def activations(model: Transformer, batch: dict[str, jax.Array], compute: Comput
     for layer in range(config.num_layers):
         group, pattern = divmod(layer, len(config.window_pattern))
         run, names = patterns[pattern]
-        x_BTD, numbers = run(model.blocks[pattern], group, x_BTD, *angles, batch.get("segment_ids"))
+        x_BTD, numbers = run(model.blocks[pattern], group, x_BTD, *angles, batch.get("segment_ids"), real_tokens(batch))
         for (name, size), values in zip(names, jax.device_get(numbers), strict=True):
             yield _tensor(f"blocks.{pattern}{name} of layer {layer}", size, values)
     last_BTD = jax.jit(lambda model, x: model.final_norm(x))(model, x_BTD)
@@ -114,10 +115,10 @@ def _pass_of(compute: Compute):
     names: list[tuple[str, int]] = []
 
     @jax.jit
-    def run(blocks, group, x_BTD, cos_BTH, sin_BTH, segment_ids_BT):
+    def run(blocks, group, x_BTD, cos_BTH, sin_BTH, segment_ids_BT, real_BT):
         block = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, 0, keepdims=False), blocks)
         with _recorded(block) as seen:
-            x_BTD, _ = block(x_BTD, Context(cos_BTH, sin_BTH, segment_ids_BT, compute))
+            x_BTD, _, _ = block(x_BTD, Context(cos_BTH, sin_BTH, segment_ids_BT, compute, real_BT=real_BT))
         seen.append(("", x_BTD))
         names[:] = [(name, x.size) for name, x in seen]
         return x_BTD, [_numbers(x) for _, x in seen]
