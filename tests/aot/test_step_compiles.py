@@ -250,6 +250,8 @@ def test_search_climbs_the_ladder_until_a_step_fits_and_ranks_what_does(capsys):
     assert len(lines) == len(tried)
     with pytest.raises(UserError, match="no mesh of 3 devices"):
         search.show(base, 3, compiler, as_json=False)
+    split = step("v5e:2x2", "model.num_kv_heads=2", "mesh.context=2", "mesh.context_method=ring").config
+    assert [*search.meshes(split, 4, 1)] == [MeshConfig(1, 2, 1, 2, "ring"), MeshConfig(1, 1, 2, 2, "ring")]
 
 
 @pytest.mark.slow

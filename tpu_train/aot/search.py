@@ -59,15 +59,18 @@ def search(
 
 
 def meshes(config: Config, devices: int, num_slices: int) -> Iterator[MeshConfig]:
-    """Those that divide the devices, the model and the batch: `data` over the slices, the rest to `fsdp`."""
-    model = config.model
+    """Those that divide the devices, the model and the batch: `data` over the slices, the rest to `fsdp`.
+
+    `context` stays as the config has it.
+    """
+    model, context = config.model, max(config.mesh.context, 1)
     for tensor in TENSOR:
-        fsdp, left = divmod(devices, num_slices * tensor)
-        if left or config.data.batch_size % (num_slices * fsdp) or model.model_dim % fsdp:
+        fsdp, left = divmod(devices, num_slices * context * tensor)
+        if left or config.data.batch_size % (num_slices * fsdp) or model.model_dim % (fsdp * context):
             continue
         if any(n % tensor for n in (model.num_heads, model.kv_heads, model.mlp_dim, model.vocab_size)):
             continue
-        yield MeshConfig(num_slices, fsdp, tensor)
+        yield MeshConfig(num_slices, fsdp, tensor, context, config.mesh.context_method)
 
 
 def settings(config: Config, base: Config) -> str:
