@@ -186,7 +186,7 @@ def linear_cross_entropy(
     # The reference takes the whole vocabulary; the others a slice each, summed over the axes.
     size = jax.sharding.get_abstract_mesh().shape
     B, T, _ = x_BTD.shape
-    V, b, shards = w_VD.shape[0], B // (size["data"] * size["fsdp"]), num_shards()
+    V, b, shards = w_VD.shape[0], B // num_shards(BATCH), num_shards()
     # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
     spread = B * T // size["data"] < V and V % (size["tensor"] * shards) == 0 and shards > 1
     vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", *SHARDS) if spread else "tensor")

@@ -13,6 +13,8 @@ from tpu_train import chart, devices, goodput, metrics
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
+OF_EXPERTS = ("load_imbalance", "load_imbalance_worst", "balance_loss", "dropped_share")  # of models/balance.py
+
 
 class RunFailed(Exception):
     """The run can't go on, though its input was right; one line that says why and what is kept."""
@@ -82,7 +84,7 @@ class Reporter:
             return
         line: dict[str, float | None] = {name: values[name] for name in ("loss", "learning_rate", "grad_norm")}
         line |= self._speed()
-        line |= {name: values[name] for name in ("loss_scale",) if name in values}
+        line |= {name: values[name] for name in ("loss_scale", *OF_EXPERTS) if name in values}
         line["skipped"] = int(values["skipped"])
         if validation_loss is not None:
             line["validation_loss"] = validation_loss

@@ -19,6 +19,7 @@ from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.flops import active_params
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
 from tpu_train.sharding import SPECS
@@ -209,7 +210,8 @@ def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Comput
     reason = ", since a CPU only emulates bfloat16" if compute.platform == "cpu" and compute.dtype == "float32" else ""
     say(f"weights float32, compute {compute.dtype}{reason}")
     tokens = config.data.batch_size * config.data.seq_len
-    say(f"parameters: {num_params(state.model):,}, tokens per step: {tokens:,}")
+    active = f" ({active_params(config.model):,} for a token)" if config.model.num_experts else ""
+    say(f"parameters: {num_params(state.model):,}{active}, tokens per step: {tokens:,}")
     if state.average is not None:
         say(f"validation and samples: of the weights' moving average (optim.ema_decay={config.optim.ema_decay})")
 

@@ -20,9 +20,13 @@ ALIGN = 16  # rows of bf16 that fill one register: where a body may begin
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(Spec):
-    """`tile`: rows of an unrolled body; `columns`: how many it takes of the result's (in the dw kernel: of dw's D)."""
+    """`tile`: rows of an unrolled body; `columns`: how many it takes of the result's (in the dw kernel: of dw's D).
+
+    `rest`: rows of a second body, for what is left of a group in a tile; `tile` where there is none.
+    """
 
     columns: int = 0
+    rest: int = 0
 
 
 def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, first_ref, end_ref, *refs):
@@ -87,21 +91,27 @@ def _own_rows(spec: Grouped, visit, group_ref, tile_ref, first_ref, end_ref):
 
 
 def _each_part(spec: Grouped, first, end, body: Callable) -> None:
-    """body(start, rows, counted, is_first) for each `spec.tile` rows of the tile that hold some from first to end.
+    """body(start, rows, counted, is_first) for each part of the tile that holds some rows from first to end.
 
     A part that would reach past the tile begins sooner: its rows before `counted` are then in the part before too.
     """
     low = divide(jnp.maximum(first, 0), ALIGN) * ALIGN
-    high = jnp.where(first < end, jnp.minimum(end, spec.block.T), low)
+    length = jnp.where(first < end, jnp.minimum(end, spec.block.T) - low, 0)
 
-    def part(i, carry):
+    def part(i, size):
         counted = low + i * spec.tile
-        start = pl.multiple_of(jnp.minimum(counted, spec.block.T - spec.tile), ALIGN)
-        body(start, pl.ds(start, spec.tile), counted, i == 0)
+        start = pl.multiple_of(jnp.minimum(counted, spec.block.T - size), ALIGN)
+        body(start, pl.ds(start, size), counted, i == 0)
+
+    def step(i, carry):
+        part(i, spec.tile)
         return carry
 
-    count = divide(jnp.maximum(high - low, 0) + spec.tile - 1, spec.tile)
-    jax.lax.fori_loop(jnp.int32(0), count, part, jnp.int32(0))
+    shorter = spec.rest if spec.rest < spec.tile else 0
+    count = divide(length + (spec.tile - shorter - 1), spec.tile)
+    jax.lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+    if shorter:
+        pl.when(length > count * spec.tile)(lambda: part(count, shorter))
 
 
 def _within(first, end, shape):

@@ -29,8 +29,9 @@ class Call:
     def spec(self, kernel: str) -> Grouped:
         """What one of the kernels is built for."""
         problem, block = self.problem, self.block(kernel)
-        rows, columns = blocks.tile(kernel, problem, block, self.chip)
-        return Grouped(problem.T, problem.F, problem.D, block, rows, gated=False, columns=columns)
+        cut = blocks.cut(kernel, problem, block, self.chip)
+        dims = (problem.T, problem.F, problem.D)
+        return Grouped(*dims, block, cut.rows, gated=False, columns=cut.columns, rest=cut.rest)
 
     def block(self, kernel: str) -> Block:
         """The caller's block, or one chosen."""
