@@ -43,13 +43,13 @@ class TrainState:
 
 def init_state(config: Config, compute: Compute) -> TrainState:
     """A fresh state over the current mesh; moments are sharded as the weights are."""
-    return jax.jit(functools.partial(_make_state, config, compute))(jax.random.key(config.run.seed))
+    return jax.jit(functools.partial(make_state, config, compute))(jax.random.key(config.run.seed))
 
 
 def abstract_state(config: Config, compute: Compute) -> TrainState:
     """The shapes, dtypes and shardings that `init_state` gives, with nothing computed."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    abstract = jax.eval_shape(functools.partial(_make_state, config, compute), key)
+    abstract = jax.eval_shape(functools.partial(make_state, config, compute), key)
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x):
@@ -59,7 +59,8 @@ def abstract_state(config: Config, compute: Compute) -> TrainState:
     return jax.tree.map(on_mesh, abstract)
 
 
-def _make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+def make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+    """What `init_state` compiles."""
     model = Transformer(config.model, key)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
