@@ -67,7 +67,8 @@ class Transformer(nnx.Module):
                 blocks = jax.tree.map(master_value, blocks, masters)
             new = []
             for i, block in enumerate(blocks):
-                x_BTD, layer_cache = block(x_BTD, context, None if caches is None else caches[i])
+                with jax.named_scope(f"block{i}"):
+                    x_BTD, layer_cache = block(x_BTD, context, None if caches is None else caches[i])
                 new.append(layer_cache)
             return x_BTD, None if caches is None else new
 
