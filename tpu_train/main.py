@@ -143,6 +143,8 @@ def _flags_of(command: str) -> flags.FlagValues:
         return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+        add(flags.DEFINE_string, "profile_steps", None, "FIRST:LAST: trace these steps into WORKDIR/profile, for xprof")
+        add(flags.DEFINE_bool, "dump_hlo", False, "write the step's program, lowered and compiled, into WORKDIR/hlo")
     elif command == "blame":
         add(flags.DEFINE_string, "config", None, "the run's config file, if no checkpoint came before the step")
         add(flags.DEFINE_integer, "step", None, "default: the first of the last row of steps that were not finite")
@@ -233,6 +235,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         if not flag["config"]:
             raise config_lib.UserError("train needs --config=FILE, such as --config=configs/tiny.py")
         config = config_lib.load(flag["config"], overrides)
+        traced = config_lib.profile_range(flag["profile_steps"], config)
         if local_processes.wanted(flag["processes"]):
             return local_processes.run(flag["processes"], argv)
         _prepare_jax()
@@ -242,7 +245,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         from tpu_train import checkpoint, report, train
 
         try:
-            return train.train(config, START_TIME)
+            return train.train(config, START_TIME, profile_steps=traced, dump_hlo=flag["dump_hlo"])
         except (report.RunFailed, checkpoint.SaveFailed) as error:
             return _fail(error, 1)
     if not flag["workdir"]:

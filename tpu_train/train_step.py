@@ -118,13 +118,14 @@ def make_train_step(config: Config, compute: Compute):
             metrics["typical_norm"] = spikes.typical_norm(norms)
             updating &= grad_norm <= spike_factor * metrics["typical_norm"]
             norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-        model = _move_biases(optax.apply_updates(state.model, updates), loads)
-        average = None
-        if state.average is not None and ema_decay is not None:
-            average = moving_average(state.average, model, ema_decay, done + 1)
-        kept = (state.model, state.opt_state, state.average)
-        model, opt_state, average = _where(updating, (model, opt_state, average), kept)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+            model = _move_biases(optax.apply_updates(state.model, updates), loads)
+            average = None
+            if state.average is not None and ema_decay is not None:
+                average = moving_average(state.average, model, ema_decay, done + 1)
+            kept = (state.model, state.opt_state, state.average)
+            model, opt_state, average = _where(updating, (model, opt_state, average), kept)
         scale, good_steps = state.loss_scale, state.good_steps
         if compute.scales_loss:
             metrics["loss_scale"] = scale
