@@ -103,7 +103,7 @@ def test_gradients_are_named_from_the_loss_on(tiny, random_batch, fresh_state, p
     config = tiny()
     compute = resolve(config.run, "cpu")
     state, batch = fresh_state(config), place(random_batch(config))
-    _, grads = jax.jit(lambda s, b: loss_and_grads(s, b, 0.0, compute))(state, batch)
+    _, grads, _ = jax.jit(lambda s, b: loss_and_grads(s, b, 0.0, compute))(state, batch)
     ordered = examine.in_backward_order(examine.arrays(grads, "model", 2), 2)
     names = [tensor.name for tensor in ordered]
     assert names[0] == "model.final_norm.scale_D"

@@ -61,7 +61,7 @@ def test_gradients_kept_in_the_compute_dtype_are_those_of_the_float32_weights(ti
     config = tiny("run.precision=bfloat16", "optim.z_loss=0.01")
     compute = resolve(config.run, "cpu")
     state, batch = fresh_state(config, compute), place(random_batch(config))
-    _, grads = jax.jit(lambda s, b: module.loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
+    _, grads, _ = jax.jit(lambda s, b: module.loss_and_grads(s, b, config.optim.z_loss, compute))(state, batch)
     one = jax.tree.map(lambda x: x[0], batch)
 
     def mean_loss(model):

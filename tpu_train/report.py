@@ -13,6 +13,8 @@ from tpu_train import chart, devices, goodput, metrics, stragglers
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
+OF_EXPERTS = ("load_imbalance", "load_imbalance_worst", "balance_loss", "dropped_share")  # of models/balance.py
+
 
 class RunFailed(Exception):
     """The run can't go on, though its input was right; one line that says why and what is kept."""
@@ -84,7 +86,7 @@ class Reporter:
             return
         line: dict[str, float | None] = {name: values[name] for name in ("loss", "learning_rate", "grad_norm")}
         line |= self._speed(step)
-        line |= {name: values[name] for name in ("loss_scale",) if name in values}
+        line |= {name: values[name] for name in ("loss_scale", *OF_EXPERTS) if name in values}
         line["skipped"] = int(values["skipped"])
         self._clock.settle()
         if self._ledger is not None:

@@ -204,7 +204,7 @@ def advice(config: Config, answer: Mapping[str, Any]) -> list[str]:
     lines = []
     if config.model.remat != "full":
         lines.append("--set model.remat=full keeps only each block's input for the backward pass")
-    per_device = config.data.batch_size // (answer["mesh"]["data"] * answer["mesh"]["fsdp"])
+    per_device = config.data.batch_size // math.prod(answer["mesh"][axis] for axis in ("data", "expert", "fsdp"))
     micro = per_device // config.optim.accumulation_steps
     if micro > 1:
         lines.append(

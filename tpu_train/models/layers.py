@@ -25,6 +25,7 @@ class Context:
     segment_ids_BT: jax.Array | None
     compute: Compute
     cache_position: jax.Array | None = None
+    real_BT: jax.Array | None = None  # false at padding; None: there is none
 
 
 ACTIVATIONS = {
@@ -98,6 +99,7 @@ class RMSNorm(nnx.Module):
         self.scale_D = init.scale(dim)
         self.eps = eps
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x` of any leading dims."""
         x32 = x.astype(jnp.float32)
@@ -120,6 +122,7 @@ def rotary_angles(
     return jax.lax.cond(some, lambda: (jnp.cos(angles), jnp.sin(angles)), lambda: (jnp.cos(-angles), -jnp.sin(-angles)))
 
 
+@jax.named_scope("rope")
 def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
     """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama)."""
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -141,6 +144,7 @@ class Attention(nnx.Module):
         self.window = window
         self.soft_cap = config.attention_soft_cap
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, context, cache=None):
         """(output_BTD, cache). `cache` is (k_BSKH, v_BSKH), written at `context.cache_position`."""
         q_BTNH, k_BTKH, v_BTKH = project_each(
@@ -170,13 +174,14 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """act(x gate) * (x up), then down (arXiv:2002.05202); without a gate, act(x up), then down."""
 
-    def __init__(self, config: ModelConfig, init: Init):
-        D, F = config.model_dim, config.mlp_dim
+    def __init__(self, config: ModelConfig, init: Init, dim: int | None = None):
+        D, F = config.model_dim, config.mlp_dim if dim is None else dim
         self.gate_DF = init.weight("gate_DF", (D, F), D**-0.5) if config.gated_mlp else None
         self.up_DF = init.weight("up_DF", (D, F), D**-0.5)
         self.down_FD = init.weight("down_FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
         self.activation = config.activation
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, compute: Compute) -> jax.Array:
         if self.gate_DF is None:
             hidden_BTF = activate(self.activation, project(x_BTD, self.up_DF, "DF"))
@@ -187,19 +192,3 @@ class MLP(nnx.Module):
             gate_BTF, up_BTF = project_each(x_BTD, (self.gate_DF, "DF"), (self.up_DF, "DF"), compute=compute)
             hidden_BTF = activate(self.activation, gate_BTF) * up_BTF
         return project(hidden_BTF, self.down_FD, "FD")
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig, window: int, init: Init):
-        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps, init)
-        self.attention = Attention(config, window, init.of("attention"))
-        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps, init)
-        self.mlp = MLP(config, init.of("mlp"))
-
-    def __call__(self, x_BTD, context, cache=None):
-        """(output_BTD, cache)."""
-        o_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
-        x_BTD = x_BTD + o_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), context.compute), cache
