@@ -143,8 +143,8 @@ def on_meshes(config: Config, cases: Iterable[Case], alone: Case) -> Iterator[Ch
             runs[case.name] = done
             if case is not alone:
                 yield compare(case.name, done, runs[alone.name])
-    yield _first_values(runs, alone)
-    yield _sharding(runs, alone)
+    yield first_values(runs, alone)
+    yield sharding(runs, alone)
 
 
 def attempt(function: Callable, *arguments: Any) -> Any:
@@ -155,7 +155,8 @@ def attempt(function: Callable, *arguments: Any) -> Any:
         return error
 
 
-def _first_values(runs: dict[str, Run], alone: Case) -> Check:
+def first_values(runs: dict[str, Run], alone: Case) -> Check:
+    """The state that each mesh begins with, bit by bit beside that of one device."""
     wanted, found = runs[alone.name].first, {}
     for name, done in runs.items():
         other = [key for key, x in wanted.items() if x.tobytes() != done.first[key].tobytes()]
@@ -167,7 +168,8 @@ def _first_values(runs: dict[str, Run], alone: Case) -> Check:
     return Check("initial state", (Measure("arrays with other bits", worst, 0),), note)
 
 
-def _sharding(runs: dict[str, Run], alone: Case) -> Check:
+def sharding(runs: dict[str, Run], alone: Case) -> Check:
+    """The state's arrays as they lie on each mesh, at first and after a step, beside the table."""
     wrong = {name: done.wrong for name, done in runs.items() if done.wrong}
     note = "; ".join(f"{name}: {lines[0]} ({len(lines)} in all)" for name, lines in wrong.items())
     worst = max((len(lines) for lines in wrong.values()), default=0)
