@@ -87,7 +87,7 @@ def time_steps(s, device: str, recompute: bool, compiled: bool) -> dict:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss
+        return loss.detach()
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     losses, seconds = [float(step()) for _ in range(3)], []
