@@ -14,6 +14,7 @@ from pallas_kernels.schedule import Counts, Job, parse_topology
 OPS = {
     "flash_attention": "pallas_kernels.attention.cases",
     "gated_mlp": "pallas_kernels.gated_mlp.cases",
+    "grouped_matmul": "pallas_kernels.grouped_matmul.cases",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.cases",
 }  # op: the module with its cases()
 

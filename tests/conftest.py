@@ -44,8 +44,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> Mesh:
-    return make_mesh(MeshConfig(data, fsdp, tensor, context), jax.devices()[: data * fsdp * tensor * context])
+def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
+    count = data * fsdp * tensor * context * expert
+    return make_mesh(MeshConfig(data, fsdp, tensor, context, expert), jax.devices()[:count])
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def one_device() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., Mesh]:
-    """mesh_of(data, fsdp, tensor, context) makes a mesh of the first devices and sets it for the process."""
+    """mesh_of(data, fsdp, tensor, context, expert) makes a mesh of the first devices and sets it for the process."""
     assert len(jax.devices()) == 8
     return _mesh_of
 

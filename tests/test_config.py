@@ -156,6 +156,11 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("model.window_pattern=", "model.window_pattern has 0 entries"),
         ("model.window_pattern=8,8,0", "model.window_pattern has 3 entries; it needs a number that divides"),
         ("model.window_pattern=-8,0", "has a negative window; 0 means no window"),
+        ("model.expert_dim=64", "model.expert_dim is set, but model.num_experts is 0; set model.num_experts"),
+        ("model.capacity_factor=1", "model.capacity_factor is set, but model.num_experts is 0"),
+        ("model.num_experts=1", "model.experts_per_token=2 is more than model.num_experts=1"),
+        ("model.num_experts=-1", "model.num_experts is -1; it must be 0 or more"),
+        ("model.expert_dim=0", "model.expert_dim is 0; it must be above 0"),
         ("data.source=text", "data.source=text needs data.paths"),
         ("data.paths=a.txt", "data.paths is set, but data.source=python_stdlib reads none"),
         ("data.validation_fraction=0", "data.validation_fraction is 0.0; it must lie between 0 and 1"),
@@ -198,8 +203,8 @@ def test_check_says_which_field_is_wrong(overrides, message):
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"cache": "there"}, "data.cache=there is for text, and data.source=tokens has none"),
-        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and data.source=tokens has none"),
+        ({"cache": "there"}, "data.cache=there is for text, and token files hold none"),
+        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and token files hold none"),
         ({"prompt_key": "q"}, "data.source=tokens has no fields"),
     ],
 )
@@ -229,8 +234,16 @@ def test_check_accepts_the_edges_of_what_is_allowed(override):
     check(apply_override(Config(), override))
 
 
+def test_a_gate_that_is_always_one_is_refused():
+    one_choice = ModelConfig(num_experts=4, experts_per_token=1)
+    with pytest.raises(UserError, match=r"makes every gate 1, .* set model\.normalize_gates=false"):
+        check(Config(model=one_choice))
+    check(Config(model=dataclasses.replace(one_choice, normalize_gates=False)))
+
+
 def test_derived_fields_follow_the_others_unless_set():
     assert (ModelConfig(num_heads=8).kv_heads, ModelConfig(num_heads=8, num_kv_heads=2).kv_heads) == (8, 2)
+    assert (ModelConfig(mlp_dim=96).expert_size, ModelConfig(expert_dim=8).expert_size) == (96, 8)
     assert (ModelConfig(model_dim=96, num_heads=8).head_size, ModelConfig(head_dim=64).head_size) == (12, 64)
 
 

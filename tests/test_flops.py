@@ -36,6 +36,31 @@ def test_parameters_are_those_of_the_real_model(layers, kv_heads, gated, tied, q
         assert counted[name] == matrices
 
 
+@pytest.mark.parametrize("balance", ["aux_loss", "bias"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_parameters_of_experts_are_those_of_the_real_model(balance, gated):
+    shape = {"num_experts": 6, "experts_per_token": 2, "expert_dim": 20, "num_shared_experts": 3}
+    config = ModelConfig(50, 2, 24, 4, mlp_dim=36, gated_mlp=gated, balance=balance, **shape)
+    model = jax.eval_shape(functools.partial(Transformer, config), KEY)
+    assert flops.num_params(config) == num_params(model)
+    (block,) = model.blocks
+    assert flops.params(config)["mlp"] == sum(x.size for x in jax.tree.leaves(block.mlp))
+    # Without four of six experts, and without the biases, which no token is multiplied with.
+    expert = (3 if gated else 2) * 24 * 20
+    idle = 2 * (4 * expert + (6 if balance == "bias" else 0))
+    assert flops.active_params(config) == flops.num_params(config) - idle
+    assert flops.forward_flops_per_token(config, 8)["mlp"] == 2 * 2 * (5 * expert + 24 * 6)
+
+
+def test_parameters_of_mixtral():
+    # arXiv:2401.04088: 47B parameters, of which 13B are used for a token; Hugging Face counts 46,702,792,704.
+    config = ModelConfig(
+        *(32_000, 32, 4096, 32, 8, None, 14_336), tie_embeddings=False, num_experts=8, experts_per_token=2
+    )
+    assert flops.num_params(config) == 46_702_792_704
+    assert flops.active_params(config) == pytest.approx(12.9e9, rel=0.01)
+
+
 def test_parameters_of_llama_3_8b():
     # arXiv:2407.21783, table 3; Hugging Face's card of Llama-3.1-8B says 8,030,261,248.
     config = ModelConfig(128_256, 32, 4096, 32, 8, None, 14_336, tie_embeddings=False)

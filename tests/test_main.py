@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         "train": "config profile_steps dump_hlo workdir set processes",
         "eval": "config step ema workdir set processes",
         "diff": "arrays",
+        "blame": "config step workdir set processes",
         "generate": "config step ema workdir set processes prompt num_tokens num_samples temperature top_k seed",
         "plan": "config set chips slices tokens mfu watts price json html",
         "compile": "config topology num_slices search json set",
@@ -211,6 +213,21 @@ def loss_by_hand(workdir, step, place):
         counted_BT = batch["weights"] > 0
         total, count = total + np.sum((lse_BT - picked_BT)[counted_BT]), count + np.sum(counted_BT)
     return total / count
+
+
+def test_eval_and_generate_pass_over_a_damaged_checkpoint_but_not_one_asked_for(tpu_train, trained, tmp_path):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    array = max((workdir / "checkpoints" / "8" / "state" / "d").iterdir())
+    array.write_bytes(array.read_bytes()[1:])
+    reason = f"{workdir}/checkpoints/8 is damaged{{}}: state/d/{array.name} has "
+    for command, more in (("eval", []), ("generate", ["--num_tokens=2"])):
+        code, out, err = tpu_train(command, f"--workdir={workdir}", *more)
+        assert (code, len(err.splitlines())) == (0, 1)
+        assert err.startswith("tpu-train: " + reason.format(" and skipped"))
+        assert out.startswith("step 4 ") == (command == "eval")
+        code, out, err = tpu_train(command, f"--workdir={workdir}", "--step=8", *more)
+        assert (code, out) == (2, "")
+        assert err.startswith("tpu-train: " + reason.format(""))
 
 
 def test_eval_is_the_loss_computed_by_hand(tpu_train, trained, place):

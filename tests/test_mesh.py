@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+from tpu_train import layout
+from tpu_train.aot import search
 from tpu_train.config import MeshConfig, UserError
 from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
 
@@ -14,27 +16,28 @@ from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
 @pytest.mark.parametrize(
     ("sizes", "devices", "shape"),
     [
-        ((-1, 1, 1), 8, (8, 1, 1, 1)),
-        ((-1, 1, 1), 1, (1, 1, 1, 1)),
-        ((-1, 2, 2), 8, (2, 2, 1, 2)),
-        ((2, -1, 2), 8, (2, 2, 1, 2)),
-        ((1, 2, -1), 12, (1, 2, 1, 6)),
-        ((2, 4, 1), 8, (2, 4, 1, 1)),
-        ((-1, 4, 2), 8, (1, 4, 1, 2)),
-        ((1, 2, 1, -1), 8, (1, 2, 4, 1)),
-        ((-1, 1, 2, 2), 8, (2, 1, 2, 2)),
+        ((-1, 1, 1), 8, (8, 1, 1, 1, 1)),
+        ((-1, 1, 1), 1, (1, 1, 1, 1, 1)),
+        ((-1, 2, 2), 8, (2, 1, 2, 1, 2)),
+        ((2, -1, 2), 8, (2, 1, 2, 1, 2)),
+        ((1, 2, -1), 12, (1, 1, 2, 1, 6)),
+        ((2, 4, 1), 8, (2, 1, 4, 1, 1)),
+        ((-1, 4, 2), 8, (1, 1, 4, 1, 2)),
+        ((1, 2, 1, -1), 8, (1, 1, 2, 4, 1)),
+        ((-1, 1, 2, 2), 8, (2, 1, 1, 2, 2)),
+        ((2, 1, 1, 1, -1), 8, (2, 4, 1, 1, 1)),
     ],
 )
 def test_shape_fills_in_what_is_left(sizes, devices, shape):
-    """The config has context last, the mesh tensor, whose devices talk most."""
+    """The config has context and expert last, the mesh tensor, whose devices talk most."""
     assert mesh_shape(MeshConfig(*sizes), devices) == shape
 
 
-@given(st.tuples(*[st.integers(1, 6)] * 4), st.integers(0, 3))
+@given(st.tuples(*[st.integers(1, 6)] * 5), st.integers(0, 4))
 def test_shape_always_uses_every_device(sizes, free):
     asked = [-1 if i == free else size for i, size in enumerate(sizes)]
-    data, fsdp, tensor, context = sizes
-    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == (data, fsdp, context, tensor)
+    data, fsdp, tensor, context, expert = sizes
+    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == (data, expert, fsdp, context, tensor)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_shape_that_does_not_fit_the_devices_is_refused(sizes, message):
 def test_mesh_is_explicit_holds_the_devices_and_is_set_for_the_process():
     mesh = make_mesh(MeshConfig(2, 2, -1))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 2, "expert": 1, "fsdp": 2, "context": 1, "tensor": 2}
     assert set(mesh.axis_types) == {AxisType.Explicit}
     assert set(mesh.devices.flat) == set(jax.devices())
     assert jax.sharding.get_mesh() == mesh
@@ -106,6 +109,27 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
             ["mesh.context_method=ring", "run.implementation=reference"],
             "run.implementation=reference has no ring; set mesh.context_method=all_gather",
         ),
+        ((1, 1, 1, 1, 2), [], "mesh.expert=2 splits experts, and model.num_experts is 0; set mesh.fsdp"),
+        (
+            (1, 1, 1, 1, 4),
+            ["model.num_experts=6"],
+            "model.num_experts=6 does not divide over the 4 devices of mesh axis expert",
+        ),
+        (
+            (1, 1, 4),
+            ["model.num_experts=4", "model.expert_dim=6"],
+            "model.expert_dim=6 does not divide over the 4 devices of mesh axis tensor",
+        ),
+        (
+            (2, 1, 1, 1, 2),
+            ["data.batch_size=6", "model.num_experts=4"],
+            "batch_size / optim.accumulation_steps=6 does not divide over the 4 devices of mesh axis data x expert x f",
+        ),
+        (
+            (1, 1, 1, 2),
+            ["model.num_experts=4", "model.capacity_factor=1"],
+            "model.capacity_factor counts the tokens of whole rows, which mesh.context splits",
+        ),
         ((1, 1, 4), ["model.vocab_size=63"], "model.vocab_size=63 does not divide over the 4 devices of mesh axis ten"),
     ],
 )
@@ -120,3 +144,12 @@ def test_model_that_does_not_divide_over_the_mesh_is_refused(mesh_of, tiny, shap
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (1, 1, 2, 4)])
 def test_model_that_divides_over_the_mesh_fits(mesh_of, tiny, shape):
     check_fits(tiny(), mesh_of(*shape))
+
+
+def test_searched_meshes_keep_the_experts_axis(tiny):
+    config = tiny("model.num_experts=4", "mesh.expert=2", "mesh.data=1", "data.batch_size=16")
+    found = list(search.meshes(config, 16, 2))
+    assert {mesh.expert for mesh in found} == {2}
+    for mesh in found:
+        layout.check_fits(config, {axis: getattr(mesh, axis) for axis in AXES})
+    assert {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in found} == {(2, 4, 1), (2, 2, 2), (2, 1, 4)}

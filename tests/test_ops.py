@@ -32,6 +32,20 @@ def test_kernels_take_whole_blocks_of_queries_and_xla_takes_decoding():
     assert "pallas_call" not in attention(128, 64, "xla")
 
 
+def test_the_grouped_kernel_takes_whole_tiles_of_rows_and_xla_the_rest():
+    def program(rows: int, implementation: str) -> str:
+        compute = Compute(jnp.dtype(jnp.bfloat16), implementation, "tpu")
+        shapes = ((rows, 8), jnp.bfloat16), ((3, 8, 16), jnp.bfloat16), ((3,), jnp.int32)
+        everywhere = jax.shard_map(
+            functools.partial(ops.grouped_matmul, compute=compute), in_specs=ops.P(), out_specs=ops.P()
+        )
+        return str(jax.make_jaxpr(everywhere)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+
+    assert "pallas_call" in program(128, "pallas")
+    assert "pallas_call" not in program(127, "pallas")
+    assert "pallas_call" not in program(128, "xla")
+
+
 def test_a_head_too_wide_for_the_kernel_names_the_way_out():
     with pytest.raises(UserError, match=r"model\.head_dim=320: .* at most 256; set run\.implementation=xla"):
         attention(128, 320, "pallas")

@@ -111,6 +111,7 @@ def test_what_the_table_does_not_know_is_shown_as_unknown(plan):
         (["--config=L", "--chips=v5e-16", "--set=mesh.tensor=16"], "model.num_kv_heads=8 does not divide over the 1"),
         (["--config=L", "--chips=v5e-256"], "no mesh spreads data.batch_size=8 over the 256 devices of 256 x v5e "
          "(16x16); the smallest batch that spreads is --set data.batch_size=32"),
+        (["--config=L", "--chips=v5e-8", "--set=model.num_experts=8"], "plan has no formulas of a mixture of experts"),
         (["--config=L", "--chips=v5e-8", "--mfu=40"], "--mfu=40 must be above 0 and at most 1"),
         (["--config=L", "--chips=v5e-8", "--tokens=0"], "--tokens=0 must be above 0"),
         (["--config=L", "--chips=v5e-8", "--price=-1"], "--price=-1 must be 0 or more"),

@@ -1,6 +1,7 @@
 """Sampling text from a model: one pass over the prompt, then a token at a time with cached keys and values."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from tpu_train.config import UserError
 from tpu_train.data import Tokenizer
 from tpu_train.models.transformer import Transformer, empty_cache
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, P, gather
+from tpu_train.sharding import BATCH, SPECS, P, gather
 
 
 def sample_text(
@@ -42,7 +43,7 @@ def sample_text(
     if mesh.shape["context"] > 1:
         mesh = mesh_lib.for_decoding(mesh)
         model = mesh_lib.moved(model, mesh)
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in BATCH)
     rows = -(-num_samples // shards) * shards
     with jax.set_mesh(mesh):
         tokens_BT = _sample(

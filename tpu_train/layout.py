@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from tpu_train import context
 from tpu_train.config import Config, MeshConfig, UserError
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "expert", "fsdp", "context", "tensor")
+USUAL = ("data", "fsdp", "tensor")  # the others are named where they are more than 1
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes of `AXES`, with a -1 replaced by what is left of `num_devices`."""
     sizes = [getattr(config, axis) for axis in AXES]
-    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis != "context" or n != 1)
+    said = ", ".join(f"mesh.{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if axis in USUAL or n != 1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"{said}: sizes are at least 1, and at most one is -1 (the devices left over)")
     fixed = math.prod(size for size in sizes if size != -1)
@@ -26,17 +27,29 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 
 def check_fits(config: Config, size: Mapping[str, int]) -> None:
     """Raises UserError where an array dim does not divide over the axes, of the given sizes, that split it."""
-    batch_shards, weight_shards = size["data"] * size["fsdp"], size["fsdp"] * size["context"]
     model = config.model
+    batch_axes, weight_axes = ("data", "expert", "fsdp"), ("expert", "fsdp", "context")
     micro_batch = config.data.batch_size // config.optim.accumulation_steps
-    for name, dim, axes, shards in (
-        ("data.batch_size / optim.accumulation_steps", micro_batch, "data x fsdp", batch_shards),
-        ("model.model_dim", model.model_dim, "fsdp" if size["context"] == 1 else "fsdp x context", weight_shards),
-        ("model.num_heads", model.num_heads, "tensor", size["tensor"]),
-        ("model.num_kv_heads", model.kv_heads, "tensor", size["tensor"]),
-        ("model.mlp_dim", model.mlp_dim, "tensor", size["tensor"]),
-        ("model.vocab_size", model.vocab_size, "tensor", size["tensor"]),
+    mlps = {"model.mlp_dim": model.mlp_dim}
+    if model.num_experts:
+        mlps = {"model.num_experts": model.num_experts, "model.expert_dim": model.expert_size}
+    elif size["expert"] > 1:
+        raise UserError(f"mesh.expert={size['expert']} splits experts, and model.num_experts is 0; set mesh.fsdp")
+    for name, dim, axes in (
+        ("data.batch_size / optim.accumulation_steps", micro_batch, batch_axes),
+        ("model.model_dim", model.model_dim, weight_axes),
+        ("model.num_heads", model.num_heads, ("tensor",)),
+        ("model.num_kv_heads", model.kv_heads, ("tensor",)),
+        *((name, dim, ("expert" if name == "model.num_experts" else "tensor",)) for name, dim in mlps.items()),
+        ("model.vocab_size", model.vocab_size, ("tensor",)),
     ):
+        shards = math.prod(size[axis] for axis in axes)
         if dim % shards:
-            raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {axes}")
+            split = " x ".join(axis for axis in axes if size[axis] > 1 or axis in USUAL)
+            raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {split}")
+    if model.capacity_factor is not None and size["context"] > 1:
+        raise UserError(
+            "model.capacity_factor counts the tokens of whole rows, which mesh.context splits; set "
+            "model.capacity_factor=none or mesh.context=1"
+        )
     context.check(config, size)

@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, diff, blame, plan, compile, kernels."""
+"""The `tpu-train` command: train, eval, generate, diff, check, plan, compile, kernels."""
 
 import logging
 import os
@@ -19,6 +19,8 @@ COMMANDS = {
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
     "diff": "the first step where two runs part, and by how much: tpu-train diff WORKDIR1 WORKDIR2",
+    "blame": "the first tensor that was not finite in a skipped step, done again from the checkpoint before",
+    "check": "does a config compute the same on every mesh, however its rows are cut, by every kernel",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
@@ -136,10 +138,16 @@ def _flags_of(command: str) -> flags.FlagValues:
     if command == "plan":
         _plan_flags(add)
         return values
+    if command == "check":
+        _check_flags(add)
+        return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
         add(flags.DEFINE_string, "profile_steps", None, "FIRST:LAST: trace these steps into WORKDIR/profile, for xprof")
         add(flags.DEFINE_bool, "dump_hlo", False, "write the step's program, lowered and compiled, into WORKDIR/hlo")
+    elif command == "blame":
+        add(flags.DEFINE_string, "config", None, "the run's config file, if no checkpoint came before the step")
+        add(flags.DEFINE_integer, "step", None, "default: the first of the last row of steps that were not finite")
     else:
         add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
@@ -168,6 +176,17 @@ def _plan_flags(add) -> None:
     add(flags.DEFINE_float, "price", None, "USD of one chip for an hour; default: the table's")
     add(flags.DEFINE_bool, "json", False, "print JSON in place of text")
     add(flags.DEFINE_string, "html", None, "also write a page of charts to this file")
+
+
+def _check_flags(add) -> None:
+    add(flags.DEFINE_string, "config", None, "the run's config file")
+    add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+    add(flags.DEFINE_string, "meshes", None, "such as data=2,fsdp=4;tensor=2; default: its own, pairs, triples of axes")
+    add(flags.DEFINE_integer, "devices", None, "default: all accelerators here, else 8 CPU devices", lower_bound=1)
+    add(flags.DEFINE_integer, "steps", 3, "steps on each mesh", lower_bound=1)
+    add(flags.DEFINE_bool, "full", False, "with the config's own sizes, not with a small copy's")
+    add(flags.DEFINE_float, "replicated_limit", 1.0, "MB that an array outside of the table may have on every device")
+    add(flags.DEFINE_bool, "json", False, "print JSON in place of text")
 
 
 def _overview() -> str:
@@ -205,6 +224,8 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         from tpu_train import plan
 
         return plan.show(flag)
+    if command == "check":
+        return _check(flag)
     from tpu_train import local_processes
 
     overrides = list(flag["set"])
@@ -235,9 +256,28 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         return local_processes.run(flag["processes"], argv)
     _prepare_jax()
     _join()
+    if command == "blame":
+        from tpu_train import blame
+
+        return blame.show(flag)
     from tpu_train import inference
 
     return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)
+
+
+def _check(flag: dict[str, Any]) -> int:
+    from tpu_train import config as config_lib
+    from tpu_train import cpu
+
+    if not flag["config"]:
+        raise config_lib.UserError("check needs --config=FILE, such as --config=configs/tiny.py")
+    config = config_lib.load(flag["config"], flag["set"])
+    if not cpu.has_accelerator() or os.environ.get("JAX_PLATFORMS") == "cpu":
+        cpu.pretend_devices(flag["devices"] or 8, compile_quickly=not flag["full"])
+    _prepare_jax()
+    from tpu_train import checking
+
+    return checking.show(config, flag)
 
 
 def _join() -> None:

@@ -1,8 +1,9 @@
 """Makes the device mesh; nothing else does.
 
-Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (ZeRO-3); `context`
-splits each row's tokens, and the weights as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary. All are
-Explicit: an array's type says how it is sharded.
+Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (ZeRO-3); `expert`
+splits the batch and the experts, and other weights as `fsdp` does; `context` splits each row's tokens, and the weights
+as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary. All are Explicit: an array's type says how it is
+sharded.
 """
 
 from collections.abc import Sequence

@@ -23,6 +23,11 @@ from tpu_train.sharding import BATCH, SHARDS, SPECS, TOKENS, P, gather_inside, n
 SHORTEST = 128
 
 
+def _enough(rows: int, compute: Compute) -> bool:
+    """Whether the kernels are worth their while for so many rows, where they are asked for."""
+    return compute.implementation != "pallas" or compute.kernels_always or rows >= SHORTEST
+
+
 @jax.named_scope("embed")
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of the table as stored, x_BTD in `dtype`.
@@ -75,7 +80,7 @@ def attention(
         )
     mask = Mask.of(causal=True, window=window or None)
     implementation = compute.implementation
-    if implementation == "pallas" and q_BTNH.shape[1] < SHORTEST:
+    if not _enough(q_BTNH.shape[1], compute):
         implementation = "xla"
     _check_head_dim(q_BTNH, implementation)
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
@@ -118,7 +123,7 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
     size = jax.sharding.get_abstract_mesh().shape
     (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
     implementation = compute.implementation
-    if implementation == "pallas" and T // (2 * size["context"]) < SHORTEST:
+    if not _enough(T // (2 * size["context"]), compute):
         implementation = "xla"
     _check_head_dim(q_BTNH, implementation)
     layer = context.Layer(
@@ -146,7 +151,7 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TOKENS)
-    return compute.implementation == "pallas" and x_BTD.shape[0] * x_BTD.shape[1] // devices >= SHORTEST
+    return compute.implementation == "pallas" and _enough(x_BTD.shape[0] * x_BTD.shape[1] // devices, compute)
 
 
 @jax.named_scope("gated_mlp")
@@ -172,7 +177,7 @@ def gated_mlp(
 def grouped_matmul(x_TD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, *, compute: Compute) -> jax.Array:
     """Each row times the weights of its group, y_TF. Of a device's own arrays: call it inside shard_map."""
     implementation = compute.implementation
-    if implementation == "pallas" and x_TD.shape[0] < SHORTEST:
+    if not _enough(x_TD.shape[0], compute):
         implementation = "xla"
     return pallas_kernels.grouped_matmul(x_TD, w_EDF, group_sizes_E, implementation=implementation)
 
@@ -191,7 +196,7 @@ def linear_cross_entropy(
     # The reference takes the whole vocabulary; the others a slice each, summed over the axes.
     size = jax.sharding.get_abstract_mesh().shape
     B, T, _ = x_BTD.shape
-    V, b, shards = w_VD.shape[0], B // (size["data"] * size["fsdp"]), num_shards()
+    V, b, shards = w_VD.shape[0], B // num_shards(BATCH), num_shards()
     # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
     spread = B * T // size["data"] < V and V % (size["tensor"] * shards) == 0 and shards > 1
     vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", *SHARDS) if spread else "tensor")
@@ -203,7 +208,7 @@ def linear_cross_entropy(
         elif vocab_axis is not None:
             w_VD = gather_inside(w_VD, "VD")
         x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
-        if implementation == "pallas" and not kernels_pay(x_TD, w_VD):
+        if implementation == "pallas" and not (compute.kernels_always or kernels_pay(x_TD, w_VD)):
             implementation = "xla"
         loss, lse = pallas_kernels.linear_cross_entropy(
             x_TD,

@@ -83,22 +83,25 @@ def decay_mask(params: Tree) -> Tree:
 
 
 def muon_labels(params: Tree) -> Tree:
-    """ "muon" for the matrices inside blocks, "adamw" for the embedding, the head and the norms."""
+    """ "muon" for the matrices inside blocks; "adamw" for the embedding, the head, the norms and the routers.
+
+    A router is a head of E words: its columns are no features of one space.
+    """
 
     def label(path, _):
         dims, in_block = dims_of_path(path)
-        return "muon" if in_block and len(dims) > 1 else "adamw"
+        return "muon" if in_block and len(dims) > 1 and dims != "DE" else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
 
 def muon_dimension_numbers(params: Tree) -> Tree:
-    """Which dims of each matrix are its input and its output; heads count with the side they belong to, L with none."""
+    """Which dims of each matrix are its input and its output; heads count with their side, L and E with none."""
 
     def numbers(path, leaf):
         dims, _ = dims_of_path(path)
-        stacked = leaf.ndim - len(dims)
-        inputs = {"DNH": 1, "DKH": 1, "NHD": 2, "DF": 1, "FD": 1}[dims]
+        stacked = leaf.ndim - len(dims.removeprefix("E"))
+        inputs = {"DNH": 1, "DKH": 1, "NHD": 2, "DF": 1, "FD": 1}[dims.removeprefix("E")]
         axes = tuple(range(stacked, leaf.ndim))
         return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
 

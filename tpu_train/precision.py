@@ -4,7 +4,7 @@ Weights, moments, softmax statistics, norms, logits and the loss are float32 in 
 and the activations between them take the compute dtype; every product accumulates in float32. A weight's gradient is
 rounded to the compute dtype where it leaves its product and so crosses the mesh at that width, as do the partial sums
 of a product split over `tensor`; from there on (micro-batches, clipping, update) it is float32. The head's gradient is
-float32 throughout.
+float32 throughout, and so is all of a router.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from tpu_train.config import RunConfig, UserError
 
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+KEPT_FLOAT32 = ("DE",)  # matrices of blocks that take part in float32: a router's, by their dims
 
 # CPUs emulate bfloat16, which is slower than float32.
 AUTO = {"tpu": "bfloat16", "gpu": "bfloat16", "cpu": "float32"}
@@ -28,6 +30,7 @@ class Compute:
     implementation: str
     platform: str
     context_method: str = "auto"  # of MeshConfig
+    kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
     def scales_loss(self) -> bool:

@@ -2,7 +2,7 @@
 
 A weight is stored split over SHARDS along D and over `tensor` along heads, feed-forward or vocabulary. `gather` brings
 it together over SHARDS just before use, in the compute dtype; its transpose scatters the gradient back. A row's tokens
-are split over `context`.
+are split over `context`. Experts' weights are whole experts over `expert`, and within each split as other weights are.
 """
 
 import math
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-BATCH = ("data", "fsdp")
+BATCH = ("data", "expert", "fsdp")
 # Over `context` weights could be whole, as over `data`: but a long row needs the memory, a gradient that is scattered
 # sends half of one that is summed, and `mesh.for_decoding` finds every weight in its place.
-SHARDS = ("fsdp", "context")
+SHARDS = ("expert", "fsdp", "context")
+EXPERT_SHARDS = ("fsdp", "context")
 TOKENS = (*BATCH, "context")
 
 SPECS = {
@@ -27,6 +28,10 @@ SPECS = {
     "DF": P(SHARDS, "tensor"),
     "FD": P("tensor", SHARDS),
     "D": P(None),
+    "DE": P(SHARDS, None),
+    "EDF": P("expert", EXPERT_SHARDS, "tensor"),
+    "EFD": P("expert", "tensor", EXPERT_SHARDS),
+    "E": P(None),
     # Activations.
     "BT": P(BATCH, "context"),
     "BTD": P(BATCH, "context", None),
@@ -64,12 +69,12 @@ def gather_inside(w: jax.Array, dims: str) -> jax.Array:
     gradient and cutting it after would send twice as much.
     """
     w = jax.lax.pcast(w, ("data",), to="varying")
-    if num_shards() == 1:
-        return w
-    return jax.lax.all_gather(w, SHARDS, axis=SPECS[dims].index(SHARDS), tiled=True)
+    axis = dims.index("D")
+    shards = SPECS[dims][axis]
+    return w if num_shards(shards) == 1 else jax.lax.all_gather(w, shards, axis=axis, tiled=True)
 
 
-def num_shards() -> int:
-    """Parts that the mesh in use splits a weight's D into."""
+def num_shards(axes: tuple[str, ...] = SHARDS) -> int:
+    """Parts that the mesh in use splits an array's dim into: of a weight, its D."""
     size = jax.sharding.get_abstract_mesh().shape
-    return math.prod(size[axis] for axis in SHARDS)
+    return math.prod(size[axis] for axis in axes)

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, context, data, devices, generate, goodput, precision, processes, profiling, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.flops import active_params
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
-from tpu_train.sharding import SPECS
 from tpu_train.stopping import Stop, stop_signals
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
-    batch_names,
+    batch_on_mesh,
     best_model,
     init_state,
     trace_step,
@@ -80,6 +80,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
+    say(batches.describe())
     if jax.process_index() == 0:
         say(write_charts(workdir))
     if config.run.sample_tokens:
@@ -140,7 +141,6 @@ class Run:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
                     if saving or self.saver.checkpoints.is_best(loss):
-                        self.clock.enter("save")
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
@@ -152,24 +152,14 @@ class Run:
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
-        batch = next(self.batches)
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding,
-                context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), self.mesh.shape["context"]),
-                (micro, rows // micro, batch[name].shape[-1]),
-            )
-            for name in batch_names(self.config)
-        }
+        return batch_on_mesh(next(self.batches), self.config, self.mesh)
 
     def _evaluate(self, state: TrainState) -> float:
         batches = map(self.clock.alive, self.validation)
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
+        self.clock.enter("save")  # here, so that each try of a save has the watchdog's whole limit
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
@@ -186,7 +176,7 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return _first_state(config, compute)
+        return first_state(config, compute)
     saved = checkpoints.saved_config(step)
     checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
@@ -206,7 +196,8 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
     return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
 
 
-def _first_state(config: Config, compute: precision.Compute) -> TrainState:
+def first_state(config: Config, compute: precision.Compute) -> TrainState:
+    """The state before the first step: fresh, or with the weights that run.init_from names."""
     if not config.run.init_from:
         return init_state(config, compute)
     model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
@@ -222,7 +213,8 @@ def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Comput
     reason = ", since a CPU only emulates bfloat16" if compute.platform == "cpu" and compute.dtype == "float32" else ""
     say(f"weights float32, compute {compute.dtype}{reason}")
     tokens = config.data.batch_size * config.data.seq_len
-    say(f"parameters: {num_params(state.model):,}, tokens per step: {tokens:,}")
+    active = f" ({active_params(config.model):,} for a token)" if config.model.num_experts else ""
+    say(f"parameters: {num_params(state.model):,}{active}, tokens per step: {tokens:,}")
     if state.average is not None:
         say(f"validation and samples: of the weights' moving average (optim.ema_decay={config.optim.ema_decay})")
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import spikes
+from tpu_train import context, spikes
 from tpu_train.config import Config
-from tpu_train.loss import weighted_loss
+from tpu_train.loss import hidden_states, weighted_loss
+from tpu_train.models import balance
 from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule, moving_average
 from tpu_train.precision import Compute
@@ -42,13 +43,13 @@ class TrainState:
 
 def init_state(config: Config, compute: Compute) -> TrainState:
     """A fresh state over the current mesh; moments are sharded as the weights are."""
-    return jax.jit(functools.partial(_make_state, config, compute))(jax.random.key(config.run.seed))
+    return jax.jit(functools.partial(make_state, config, compute))(jax.random.key(config.run.seed))
 
 
 def abstract_state(config: Config, compute: Compute) -> TrainState:
     """The shapes, dtypes and shardings that `init_state` gives, with nothing computed."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    abstract = jax.eval_shape(functools.partial(_make_state, config, compute), key)
+    abstract = jax.eval_shape(functools.partial(make_state, config, compute), key)
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x):
@@ -58,7 +59,8 @@ def abstract_state(config: Config, compute: Compute) -> TrainState:
     return jax.tree.map(on_mesh, abstract)
 
 
-def _make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+def make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+    """What `init_state` compiles."""
     model = Transformer(config.model, key)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -99,7 +101,7 @@ def make_train_step(config: Config, compute: Compute):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: dict[str, jax.Array]):
-        loss, grads = loss_and_grads(state, batch, config.optim.z_loss, compute)
+        loss, grads, loads = loss_and_grads(state, batch, config.optim.z_loss, compute)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updating, done = finite, _updates_done(state.opt_state)
@@ -109,6 +111,8 @@ def make_train_step(config: Config, compute: Compute):
             "grad_norm": grad_norm,
             "tokens": jnp.sum(batch["weights"]),
         }
+        if config.model.num_experts:
+            metrics |= balance.measures(loads, config.model.experts_per_token)
         norms = state.norms
         if norms is not None and spike_factor is not None:
             metrics["typical_norm"] = spikes.typical_norm(norms)
@@ -116,7 +120,7 @@ def make_train_step(config: Config, compute: Compute):
             norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-            model = optax.apply_updates(state.model, updates)
+            model = _move_biases(optax.apply_updates(state.model, updates), loads)
             average = None
             if state.average is not None and ema_decay is not None:
                 average = moving_average(state.average, model, ema_decay, done + 1)
@@ -147,8 +151,23 @@ def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax
 def batch_names(config: Config) -> list[str]:
     """The arrays of a batch."""
     # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
-    segments = ["segment_ids"] if config.data.packing else []
+    # Experts need to tell padding from a prompt, whose weight is 0 as well.
+    segments = ["segment_ids"] if config.data.packing or config.model.num_experts else []
     return ["tokens", "labels", "positions", "weights", *segments]
+
+
+def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    micro, rows = config.optim.accumulation_steps, config.data.batch_size
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding,
+            context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), mesh.shape["context"]),
+            (micro, rows // micro, batch[name].shape[-1]),
+        )
+        for name in batch_names(config)
+    }
 
 
 def _updates_done(opt_state: Any) -> jax.Array:
@@ -157,31 +176,64 @@ def _updates_done(opt_state: Any) -> jax.Array:
 
 
 def loss_and_grads(state, batch, z_loss, compute):
-    """Cross entropy and gradients (unscaled, float32), averaged over the tokens of all micro-batches together."""
+    """Cross entropy and gradients (unscaled, float32), averaged over the tokens of all micro-batches together.
+
+    Beside them the experts' loads, summed over micro-batches.
+    """
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    scale = state.loss_scale
+    scale, config = state.loss_scale, state.model.config
+    balances = config.num_experts > 0 and config.balance == "aux_loss"
 
     model, masters = state.model, None
     if compute.dtype != jnp.float32:
         model, masters = stand_in(state.model, compute.dtype), jax.lax.stop_gradient(state.model.blocks)
 
-    def micro_loss(model, micro_batch):
-        loss, cross_entropy = weighted_loss(model, micro_batch, z_loss, compute, masters)
-        return loss * (scale / total_weight), cross_entropy / total_weight
+    def micro_loss(model, micro_batch, of_step):
+        loss, cross_entropy, loads = weighted_loss(model, micro_batch, z_loss, compute, masters)
+        loss *= scale / total_weight
+        if balances:
+            part = balance.balance_loss(loads, loads if of_step is None else of_step, config.experts_per_token)
+            loss += scale * config.aux_loss_coefficient * part
+        return loss, (cross_entropy / total_weight, loads)
 
     grad_fn = jax.grad(micro_loss, has_aux=True)
     if batch["tokens"].shape[0] == 1:
-        grads, loss = grad_fn(model, jax.tree.map(lambda x: x[0], batch))
+        grads, (loss, loads) = grad_fn(model, jax.tree.map(lambda x: x[0], batch), None)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
+        of_step = _loads_of_step(model, batch, compute, masters) if balances else None
 
         def accumulate(carry, micro_batch):
-            grads, loss = grad_fn(model, micro_batch)
-            return jax.tree.map(jnp.add, carry, (grads, loss)), None
+            grads, (loss, loads) = grad_fn(model, micro_batch, of_step)
+            return jax.tree.map(jnp.add, carry, (grads, loss)), loads
 
         zeros = jax.tree.map(jnp.zeros_like, (state.model, total_weight))
-        (grads, loss), _ = jax.lax.scan(accumulate, zeros, batch)
-    return loss, jax.tree.map(lambda g: g / scale, grads) if compute.scales_loss else grads
+        (grads, loss), loads = jax.lax.scan(accumulate, zeros, batch)
+        loads = jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)
+    return loss, jax.tree.map(lambda g: g / scale, grads) if compute.scales_loss else grads, loads
+
+
+def _loads_of_step(model, batch, compute, masters):
+    """The experts' loads of all micro-batches, which the balance loss of each needs: one more forward pass.
+
+    Its gradient is that of a product of two sums over the step's tokens. Taking each micro-batch's own loads in its
+    place would be another loss, which depends on how the batch is cut.
+    """
+
+    def count(_, micro_batch):
+        return None, hidden_states(model, micro_batch, compute, masters)[1]
+
+    loads = jax.lax.scan(count, None, batch)[1]
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)
+
+
+def _move_biases(model: Any, loads: Any) -> Any:
+    """`model` after the step that met `loads`: where biases balance the experts, they follow; in place."""
+    if model.config.num_experts and model.config.balance == "bias":
+        for block, load in zip(model.blocks, loads, strict=True):
+            bias = block.mlp.bias_E
+            bias[...] = balance.moved_bias(bias[...], load, model.config.bias_update_rate)
+    return model
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

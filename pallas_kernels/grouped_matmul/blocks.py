@@ -66,41 +66,61 @@ def _sizes(length: int) -> list[int]:
     return sorted(wanted | {LANES}, reverse=True)
 
 
-def tile(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> tuple[int, int]:
-    """(rows, columns) of an unrolled body."""
-    return _tile(kernel, problem, block, chip or CHIPS["v5e"])
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What the unrolled bodies of a kernel take: `rows`, and what is left of a group `rests`, by `columns`."""
+
+    rows: int
+    rests: tuple[int, ...]
+    columns: int
+
+
+def cut(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> Cut:
+    """How a block is worked on; a choice by cycles."""
+    return _cut(kernel, problem, block, chip or CHIPS["v5e"])
 
 
 @functools.cache
-def _tile(kernel: str, problem: Problem, block: Block, chip: Chip) -> tuple[int, int]:
+def _cut(kernel: str, problem: Problem, block: Block, chip: Chip) -> Cut:
     across, along = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
     most = unrolled(chip) // passes(problem.itemsize)
-    columns = [across // n for n in range(1, across // LANES + 1) if across % (n * LANES) == 0]
-    cuts = [(rows, some) for rows in PARTS for some in columns if rows <= block.T and rows * some * along <= most]
-    return min(cuts or [(LANES, LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
+    # With fewer rows a body takes as long: half a matrix unit's hide the loading of its weights, dw contracts the rows.
+    least = chip.mxu_size if kernel == "dw" else chip.mxu_size // 2
+    cuts = [
+        Cut(rows, tuple(rest for rest in (rows // 2, rows // 4) if rest >= least), columns)
+        for rows in PARTS
+        for columns in (across // n for n in range(1, across // LANES + 1) if across % (n * LANES) == 0)
+        if block.T % rows == 0 and rows * columns * along <= most
+    ]
+    return min(cuts or [Cut(LANES, (), LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
 
 
-def _body_cycles(kernel: str, problem: Problem, block: Block, cut: tuple[int, int], chip: Chip) -> float:
-    """Cycles of all bodies for one block of columns and of the contraction, each group with a part filled by half."""
-    (rows, columns), size = cut, block.F * block.D
-    busy = passes(problem.itemsize) * wide(block.F, chip) * wide(block.D, chip) * rows / RATES[chip.name][0]
-    if kernel == "dx":
-        busy = max(busy, TRANSPOSE * size / 1024)
-    if kernel == "dw":
-        busy = max(busy * wide(rows, chip) / rows, SUMS * size / 1024)
-    bodies = (block.F if kernel == "forward" else block.D) / columns
-    return (-(-problem.T // rows) + problem.E / 2) * (busy + BODY[kernel][chip.mxu_size] * bodies)
+def _body_cycles(kernel: str, problem: Problem, block: Block, cut: Cut, chip: Chip) -> float:
+    """Cycles of all bodies for one block of columns and of the contraction."""
+
+    def body(rows: int) -> float:
+        size = block.F * block.D
+        busy = passes(problem.itemsize) * wide(block.F, chip) * wide(block.D, chip) * rows / RATES[chip.name][0]
+        if kernel == "dx":
+            busy = max(busy, TRANSPOSE * size / 1024)
+        if kernel == "dw":
+            busy = max(busy * wide(rows, chip) / rows, SUMS * size / 1024)
+        return busy + BODY[kernel][chip.mxu_size] * (block.F if kernel == "forward" else block.D) / cut.columns
+
+    # A group has up to two tiles that it only has a part of. What each rounds up is half a shortest body's.
+    ragged = min(2 * problem.E, most_visits(problem.T, problem.E, block.T))
+    return -(-problem.T // cut.rows) * body(cut.rows) + ragged / 2 * body(min((cut.rows, *cut.rests)))
 
 
 def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
     """What a kernel's blocks take: two buffers for what is copied, one for what is kept, and room for values."""
     T, F, D, item = block.T, block.F, block.D, problem.itemsize
-    rows, columns = tile(kernel, problem, block, chip)
+    some = cut(kernel, problem, block, chip)
     copied = T * D + D * F + T * F
     if kernel == "dw":
-        return 2 * copied * item + D * F * 4 + 2 * columns * F * 4 + rows * (columns + F) * item
+        return 2 * copied * item + D * F * 4 + 2 * some.columns * F * 4 + some.rows * (some.columns + F) * item
     out, steps = (F, D < problem.D) if kernel == "forward" else (D, F < problem.F)
-    return 2 * copied * item + T * out * 4 * steps + 2 * rows * columns * 4
+    return 2 * copied * item + T * out * 4 * steps + 2 * some.rows * some.columns * 4
 
 
 def hbm_bytes(kernel: str, problem: Problem, block: Block) -> int:
@@ -122,7 +142,7 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
     rate, per_byte, cores = RATES[chip.name]
     steps = {dim: -(-getattr(problem, dim) // getattr(block, dim)) for dim in "TFD"}
     visits = most_visits(problem.T, problem.E, block.T)
-    cycles = visits * VISIT + _body_cycles(kernel, problem, block, tile(kernel, problem, block, chip), chip)
+    cycles = visits * VISIT + _body_cycles(kernel, problem, block, cut(kernel, problem, block, chip), chip)
     outer = steps["D" if kernel == "dx" else "F"]
     copies = hbm_bytes(kernel, problem, block) * per_byte / rate / HBM_SHARE
     return padded(outer, cores) / outer * max(steps["F"] * steps["D"] * cycles, copies)

@@ -33,11 +33,9 @@ CASES = [
     ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),
     # The fourth is context, and so is the method after the variant.
-    ((2, 1, 1, 2), "adamw", "ring"),
-    ((1, 2, 1, 2), "adamw_untied_in_two_parts", "all_gather"),
+    ((2, 1, 1, 2), "muon_with_qk_norm_and_remat", "ring"),
+    ((1, 2, 1, 2), "more_words_than_tokens", "all_gather"),
     ((1, 1, 2, 2), "adamw", "all_to_all"),
-    ((1, 1, 1, 4), "muon_with_qk_norm_and_remat", "ring"),
-    ((1, 2, 1, 2), "more_words_than_tokens", "auto"),
 ]
 
 

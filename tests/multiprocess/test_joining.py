@@ -170,9 +170,11 @@ def test_who_starts_the_processes(monkeypatch, count, there, wanted):
         ([0, 0, 1, 1, 2, 2, 3, 3], 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
     ],
 )
-def test_processes_load_the_rows_that_their_devices_hold(monkeypatch, owners, tensor, shares):
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_processes_load_the_rows_that_their_devices_hold(monkeypatch, owners, tensor, shares, axis):
     devices = np.array([types.SimpleNamespace(process_index=owner) for owner in owners], object)
-    mesh = types.SimpleNamespace(devices=devices.reshape(-1, 1, tensor), shape={"context": 1, "tensor": tensor})
+    shape = {"context": 1, "tensor": 1} | {axis: tensor}
+    mesh = types.SimpleNamespace(devices=devices.reshape(-1, 1, *shape.values()), shape=shape)
     for index, share in enumerate(shares):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         if share is None:

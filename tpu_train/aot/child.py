@@ -21,7 +21,9 @@ from tpu_train import mesh as mesh_lib
 from tpu_train import precision
 from tpu_train.aot import collectives, flops, memory, traffic
 from tpu_train.flops import train_flops_per_token
+from tpu_train.models import moe
 from tpu_train.models.transformer import num_params
+from tpu_train.sharding import dims_of_path
 from tpu_train.train_step import TrainState, abstract_state, trace_step
 
 OUT_OF_MEMORY = re.compile(r"memory required for (.*?) \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
@@ -55,7 +57,8 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
     state = abstract_state(config, compute)
     traced = trace_step(config, compute, mesh)
-    known = facts(config, compute, mesh, state) | flops.count(traced.jaxpr, mesh.size, config.model)
+    filled = rows_filled(config, dict(mesh.shape))
+    known = facts(config, compute, mesh, state) | flops.count(traced.jaxpr, mesh.size, config.model, filled)
     try:
         compiled: Any = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -69,14 +72,24 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     return known | reading(dump, text, dict(mesh.shape), request["root"])
 
 
+def rows_filled(config: config_lib.Config, size: dict[str, int]) -> float:
+    """Of the rows that a device has room for in its experts' products, the share that comes if loads are even."""
+    if not config.model.num_experts or size["expert"] == 1:
+        return 1.0
+    rows = config.data.batch_size // config.optim.accumulation_steps // (size["data"] * size["expert"] * size["fsdp"])
+    length = config.data.seq_len // size["context"]
+    room = moe.rows_at_home(config.model, size["expert"], rows, length)
+    return rows * length * config.model.experts_per_token / room
+
+
 def facts(
     config: config_lib.Config, compute: precision.Compute, mesh: jax.sharding.Mesh, state: TrainState
 ) -> dict[str, Any]:
     """What is known without the compiler: devices, mesh, dtypes, bytes by shape."""
     micro = config.optim.accumulation_steps
     gradients = sum(
-        shard_bytes(x, None if micro > 1 or dims_are_few(x) else compute.dtype.itemsize)
-        for x in jax.tree.leaves(state.model.blocks)
+        shard_bytes(x, None if micro > 1 or is_float32(path) else compute.dtype.itemsize)
+        for path, x in jax.tree_util.tree_leaves_with_path(state.model.blocks)
     )
     rest = [x for x in jax.tree.leaves(state.model) if not any(x is y for y in jax.tree.leaves(state.model.blocks))]
     device = mesh.devices.flat[0]
@@ -101,9 +114,10 @@ def shard_bytes(x: jax.ShapeDtypeStruct, itemsize: int | None = None) -> int:
     return int(np.prod(shape)) * (itemsize or x.dtype.itemsize)
 
 
-def dims_are_few(x: jax.ShapeDtypeStruct) -> bool:
-    """Whether a stacked parameter is a norm's scale, whose gradient is float32."""
-    return len(x.shape) < 3
+def is_float32(path: tuple[Any, ...]) -> bool:
+    """Whether the gradient of a block's parameter is float32: a norm's scale, a router."""
+    dims, _ = dims_of_path(path)
+    return len(dims) == 1 or dims in precision.KEPT_FLOAT32
 
 
 def refusal(message: str) -> dict[str, Any]:

@@ -9,17 +9,19 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tpu_train.config import ModelConfig
+from tpu_train.config import ModelConfig, UserError
 from tpu_train.flops import keys_seen
 
 # Products of a kernel on the scores that its mask lets through, each 2 H FLOPs a score; named "_whole", on all scores.
 ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 5}
 
 
-def count(jaxpr: Any, devices: int, model: ModelConfig) -> dict[str, Any]:
+def count(jaxpr: Any, devices: int, model: ModelConfig, rows_filled: float = 1.0) -> dict[str, Any]:
     """{"xla_flops": of dot_general, "kernel_flops": of the Pallas kernels, "kernels": {name: runs}}.
 
-    A kernel that ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess.
+    `rows_filled`: of the rows that a grouped product has room for, how many come on average. A kernel that
+    ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess. Raises UserError
+    where experts' products are loops of XLA's.
     """
     xla, kernel = 0.0, 0.0
     kernels: dict[str, float] = {}
@@ -34,9 +36,14 @@ def count(jaxpr: Any, devices: int, model: ModelConfig) -> dict[str, Any]:
             shapes = [x.aval.shape for x in equation.invars]
             kernel += runs * products * _scores(model, shapes, name.endswith("_whole"))
         elif stated := equation.params["cost_estimate"]:
-            kernel += runs * stated.flops
+            kernel += runs * stated.flops * (rows_filled if name.startswith("grouped_matmul") else 1.0)
         else:
             unknown = True
+    if model.num_experts and not any(name.startswith("grouped_matmul") for name in kernels):
+        raise UserError(
+            "the experts' products are XLA's loops over as many rows as come, which compile can't count; set "
+            "run.implementation=auto, and 128 tokens or more a device"
+        )
     return {"xla_flops": xla, "kernel_flops": None if unknown else kernel, "kernels": kernels}
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.schedule_dump import CORES
 from tpu_train import chips
 from tpu_train.config import Config
 from tpu_train.planning import network
+from tpu_train.planning.advice import SHORTEST_CHUNK
 
 GIB = 2**30
 # GiB of HBM that a program may fill on one JAX device: what the compiler's refusals name (libtpu 0.0.52).
@@ -203,13 +204,15 @@ def advice(config: Config, answer: Mapping[str, Any]) -> list[str]:
     lines = []
     if config.model.remat != "full":
         lines.append("--set model.remat=full keeps only each block's input for the backward pass")
-    per_device = config.data.batch_size // (answer["mesh"]["data"] * answer["mesh"]["fsdp"])
+    per_device = config.data.batch_size // math.prod(answer["mesh"][axis] for axis in ("data", "expert", "fsdp"))
     micro = per_device // config.optim.accumulation_steps
     if micro > 1:
         lines.append(
             f"--set optim.accumulation_steps={config.optim.accumulation_steps * 2} halves the {micro} rows that a "
             "device works on at once"
         )
+    elif config.data.seq_len >= 2 * SHORTEST_CHUNK * (more := 2 * answer["mesh"].get("context", 1)):
+        lines.append(f"--set mesh.context={more} splits the one row that a device works on")
     if answer["mesh"]["data"] > 1:
         lines.append("--set mesh.fsdp=-1 --set mesh.data=1 splits weights and moments over all devices")
     if config.optim.moment_dtype == "float32":

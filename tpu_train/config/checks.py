@@ -6,7 +6,7 @@ import re
 import typing
 from typing import Literal
 
-from tpu_train.config.fields import Config, DataConfig, SourceName, UserError, points_of, weight_at
+from tpu_train.config.fields import Config, DataConfig, ModelConfig, SourceName, UserError, points_of, weight_at
 from tpu_train.config.overrides import flatten, parse
 
 
@@ -22,6 +22,7 @@ def check(config: Config) -> None:
             raise UserError(f"{name} is {value}; it must be a finite number")
     _check_signs(config)
     _check_model(config)
+    _check_experts(config.model)
     _check_data(config)
     _check_optim(config)
     if "://" in config.run.workdir:
@@ -65,6 +66,29 @@ def _check_model(config: Config) -> None:
         raise UserError(f"model.window_pattern={model.window_pattern} has a negative window; 0 means no window")
 
 
+_OF_EXPERTS = (
+    "experts_per_token expert_dim num_shared_experts router normalize_gates balance aux_loss_coefficient "
+    "bias_update_rate capacity_factor"
+)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    if not model.num_experts:
+        for name in _OF_EXPERTS.split():
+            if getattr(model, name) != getattr(ModelConfig(), name):
+                raise UserError(f"model.{name} is set, but model.num_experts is 0; set model.num_experts")
+        return
+    if model.experts_per_token > model.num_experts:
+        raise UserError(
+            f"model.experts_per_token={model.experts_per_token} is more than model.num_experts={model.num_experts}"
+        )
+    if model.experts_per_token == 1 and model.normalize_gates:
+        raise UserError(
+            "model.experts_per_token=1 with model.normalize_gates=true makes every gate 1, so that the router learns "
+            "nothing; set model.normalize_gates=false"
+        )
+
+
 def _check_data(config: Config) -> None:
     data = config.data
     if data.source != "python_stdlib" and not data.paths:
@@ -75,10 +99,10 @@ def _check_data(config: Config) -> None:
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
         raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
-    if data.source == "tokens" and not data.mixture:
+    if {source.source for source in data.mixture or (data,)} == {"tokens"}:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
-                raise UserError(f"data.{name}={getattr(data, name)} is for text, and data.source=tokens has none")
+                raise UserError(f"data.{name}={getattr(data, name)} is for text, and token files hold none")
     if data.mixture:
         _check_mixture(data)
     if not 0 < data.validation_fraction < 1:
@@ -98,6 +122,8 @@ def _check_mixture(data: DataConfig) -> None:
         where = f"data.mixture source {source.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", source.name) or names.count(source.name) > 1:
             raise UserError(f"{where}: names are letters, digits, - and _, and each is given once")
+        if source.name in ("documents", "split", "tokens", "untrained", "dropped", "lost"):
+            raise UserError(f"{where}: that is the name of another count; choose another")
         parse(source.source, SourceName, f"{where}: source")
         if (source.source == "python_stdlib") == bool(source.paths):
             raise UserError(f"{where}: source={source.source} {'reads no' if source.paths else 'needs'} paths")
@@ -137,13 +163,14 @@ def _check_optim(config: Config) -> None:
 
 _POSITIVE = {
     "model": "vocab_size num_layers model_dim num_heads num_kv_heads head_dim mlp_dim norm_eps rope_theta "
-    "attention_soft_cap logit_soft_cap scan_unroll",
+    "attention_soft_cap logit_soft_cap scan_unroll experts_per_token expert_dim capacity_factor",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
     "checkpoint": "keep_last stop_seconds",
     "run": "steps log_every eval_every eval_batches hang_seconds",
 }
 _NOT_NEGATIVE = {
+    "model": "num_experts num_shared_experts aux_loss_coefficient bias_update_rate",
     "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",

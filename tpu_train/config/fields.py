@@ -9,6 +9,7 @@ Dims, one letter each, used in array names (`x_BTD`) everywhere:
     K key/value heads model.num_kv_heads      G = N // K
     H head dim        model.head_dim          F feed-forward    model.mlp_dim
     V vocabulary      model.vocab_size        A micro-batches   optim.accumulation_steps
+    E experts         model.num_experts       F of an expert    model.expert_dim
 """
 
 import dataclasses
@@ -42,6 +43,24 @@ class ModelConfig:
     scan_unroll: int = 1
     # What the backward pass keeps of a block: everything, matmul outputs, or only the block's input.
     remat: Literal["none", "dots", "full"] = "none"
+    # A mixture of experts in place of every layer's MLP; 0: none. See models/moe.py.
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_dim: int | None = None  # of each expert; None: mlp_dim
+    num_shared_experts: int = 0  # that every token goes through, side by side as one MLP
+    router: Literal["softmax", "sigmoid"] = "softmax"  # from logits to scores
+    normalize_gates: bool = True  # the chosen experts' scores, divided by their sum
+    # How the experts' loads are kept even: by a term of the loss, or by a bias on the choice alone.
+    balance: Literal["none", "aux_loss", "bias"] = "aux_loss"
+    aux_loss_coefficient: float = 0.01
+    bias_update_rate: float = 1e-3
+    # None: no token is dropped. Else an expert takes at most seq_len * experts_per_token / num_experts times this of a
+    # row's tokens, and nothing from the rest.
+    capacity_factor: float | None = None
+
+    @property
+    def expert_size(self) -> int:
+        return self.expert_dim if self.expert_dim is not None else self.mlp_dim
 
     @property
     def kv_heads(self) -> int:
@@ -132,6 +151,7 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     context: int = 1  # splits the tokens of a row
+    expert: int = 1  # splits the experts, and the batch
     # How attention sees past a device's own tokens; auto takes, layer by layer, what sends least: see context.py.
     context_method: Literal["auto", "all_gather", "ring", "all_to_all"] = "auto"
 
@@ -157,7 +177,7 @@ class RunConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
     # The same numbers from the same command on the same devices. On a GPU kernels that add in any order, or that are
-    # chosen by measuring, give way to slower ones; CPUs and TPUs always do.
+    # chosen by measuring, give way to others; on CPUs and TPUs there are none, and this changes nothing.
     deterministic: bool = False
     log_every: int = 10
     eval_every: int = 100

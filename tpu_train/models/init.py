@@ -1,9 +1,11 @@
 """Initial weights, in one place.
 
-    into a sub-layer (q, k, v, gate, up)   std fan^-1/2, `fan` being the size of the dims contracted with the input
+    into a sub-layer (q, k, v, gate, up,   std fan^-1/2, `fan` being the size of the dims contracted with the input
+        router)
     out of a sub-layer (out, down)         std fan^-1/2 (2 L)^-1/2, so that the residual stream does not grow with L
     embedding, head                        std 0.02
     norm scales                            one
+    bias of an expert                      zero
 
 Normal, cut at two standard deviations. A weight's values depend on the run's seed and on the weight's own name and
 shape: not on the mesh, nor on what other weights there are.
@@ -47,6 +49,11 @@ class Init:
         """Ones, for a norm."""
         shape, dtype, spec = self._stacked("D", (dim,))
         return nnx.Param(jnp.ones(shape, dtype, out_sharding=spec))
+
+    def zeros(self, dim: int) -> nnx.Param:
+        """Zeros for each of `dim` experts."""
+        shape, dtype, spec = self._stacked("E", (dim,))
+        return nnx.Param(jnp.zeros(shape, dtype, out_sharding=spec))
 
     def _stacked(self, dims: str, shape: tuple[int, ...]):
         if self.layers is None:

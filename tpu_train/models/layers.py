@@ -25,6 +25,7 @@ class Context:
     segment_ids_BT: jax.Array | None
     compute: Compute
     cache_position: jax.Array | None = None
+    real_BT: jax.Array | None = None  # false at padding; None: there is none
 
 
 ACTIVATIONS = {
@@ -173,8 +174,8 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """act(x gate) * (x up), then down (arXiv:2002.05202); without a gate, act(x up), then down."""
 
-    def __init__(self, config: ModelConfig, init: Init):
-        D, F = config.model_dim, config.mlp_dim
+    def __init__(self, config: ModelConfig, init: Init, dim: int | None = None):
+        D, F = config.model_dim, config.mlp_dim if dim is None else dim
         self.gate_DF = init.weight("gate_DF", (D, F), D**-0.5) if config.gated_mlp else None
         self.up_DF = init.weight("up_DF", (D, F), D**-0.5)
         self.down_FD = init.weight("down_FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
@@ -191,19 +192,3 @@ class MLP(nnx.Module):
             gate_BTF, up_BTF = project_each(x_BTD, (self.gate_DF, "DF"), (self.up_DF, "DF"), compute=compute)
             hidden_BTF = activate(self.activation, gate_BTF) * up_BTF
         return project(hidden_BTF, self.down_FD, "FD")
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig, window: int, init: Init):
-        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps, init)
-        self.attention = Attention(config, window, init.of("attention"))
-        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps, init)
-        self.mlp = MLP(config, init.of("mlp"))
-
-    def __call__(self, x_BTD, context, cache=None):
-        """(output_BTD, cache)."""
-        o_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
-        x_BTD = x_BTD + o_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), context.compute), cache

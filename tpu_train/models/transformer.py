@@ -1,7 +1,8 @@
 """The decoder-only transformer and how its weights are made on a mesh.
 
 Features: pre-norm RMSNorm, rotary positions, grouped-query attention, optional q/k norm, soft caps, sliding windows
-in a pattern over layers, gated or plain MLP, tied or separate head, stacked and scanned blocks with a remat policy.
+in a pattern over layers, gated or plain MLP or a mixture of experts, tied or separate head, stacked and scanned blocks
+with a remat policy.
 """
 
 import jax
@@ -11,8 +12,9 @@ from flax import nnx
 from tpu_train import ops
 from tpu_train.config import ModelConfig
 from tpu_train.models.init import Init
-from tpu_train.models.layers import Block, Context, RMSNorm, rotary_angles
-from tpu_train.precision import Compute
+from tpu_train.models.layers import MLP, Attention, Context, RMSNorm, rotary_angles
+from tpu_train.models.moe import MoE
+from tpu_train.precision import KEPT_FLOAT32, Compute
 from tpu_train.sharding import SPECS, dims_of_path
 
 REMAT_POLICIES = {
@@ -20,6 +22,25 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), the MLP or a mixture of experts."""
+
+    def __init__(self, config: ModelConfig, window: int, init: Init):
+        self.attention_norm = RMSNorm(config.model_dim, config.norm_eps, init)
+        self.attention = Attention(config, window, init.of("attention"))
+        self.mlp_norm = RMSNorm(config.model_dim, config.norm_eps, init)
+        self.mlp = MoE(config, init.of("mlp")) if config.num_experts else MLP(config, init.of("mlp"))
+
+    def __call__(self, x_BTD, context, cache=None):
+        """(output_BTD, cache, the experts' load or None)."""
+        o_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
+        x_BTD = x_BTD + o_BTD
+        if isinstance(self.mlp, MLP):
+            return x_BTD + self.mlp(self.mlp_norm(x_BTD), context.compute), cache, None
+        y_BTD, load = self.mlp(self.mlp_norm(x_BTD), context.real_BT, context.compute)
+        return x_BTD + y_BTD, cache, load
 
 
 class Transformer(nnx.Module):
@@ -42,7 +63,11 @@ class Transformer(nnx.Module):
         """The head's weight as stored: the embedding where they are tied."""
         return (self.embed_VD if self.head_VD is None else self.head_VD)[...]
 
-    def __call__(
+    def __call__(self, *arguments, **options):
+        """Hidden states x_BTD after the final norm, and the cache: what `with_loads` gives, without the loads."""
+        return self.with_loads(*arguments, **options)[:2]
+
+    def with_loads(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
@@ -51,31 +76,35 @@ class Transformer(nnx.Module):
         cache=None,
         cache_position: jax.Array | None = None,
         masters=None,
+        real_BT: jax.Array | None = None,
     ):
-        """Hidden states x_BTD after the final norm, and the cache.
+        """(x_BTD after the final norm, the cache, the experts' loads: a list over the pattern, stacked over groups).
 
         `cache` (see `empty_cache`) holds the keys and values of positions before `cache_position`. With `masters`, the
-        float32 blocks, those of `self` only stand in for them: see `stand_in`.
+        float32 blocks, those of `self` only stand in for them: see `stand_in`. `real_BT` is false at padding, which
+        goes to no expert.
         """
         x_BTD = ops.embed(self.embed_VD[...], tokens_BT, compute.dtype)
         angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, compute)
-        context = Context(*angles, segment_ids_BT, compute, cache_position)
+        context = Context(*angles, segment_ids_BT, compute, cache_position, real_BT)
 
         def group(x_BTD, layers):
             blocks, masters, caches = layers
             if masters is not None:
                 blocks = jax.tree.map(master_value, blocks, masters)
-            new = []
+            new, loads = [], []
             for i, block in enumerate(blocks):
                 with jax.named_scope(f"block{i}"):
-                    x_BTD, layer_cache = block(x_BTD, context, None if caches is None else caches[i])
+                    x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
                 new.append(layer_cache)
-            return x_BTD, None if caches is None else new
+                loads.append(load)
+            return x_BTD, (None if caches is None else new, loads)
 
         policy = REMAT_POLICIES[self.config.remat]
         body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
-        x_BTD, cache = jax.lax.scan(body, x_BTD, (self.blocks, masters, cache), unroll=self.config.scan_unroll)
-        return self.final_norm(x_BTD), cache
+        layers = (self.blocks, masters, cache)
+        x_BTD, (cache, loads) = jax.lax.scan(body, x_BTD, layers, unroll=self.config.scan_unroll)
+        return self.final_norm(x_BTD), cache, loads
 
 
 def stand_in(model: Transformer, dtype: jnp.dtype) -> Transformer:
@@ -87,7 +116,7 @@ def stand_in(model: Transformer, dtype: jnp.dtype) -> Transformer:
 
     def leaf(path, x):
         dims, in_block = dims_of_path(path)
-        return jnp.zeros_like(x, dtype=dtype) if in_block and len(dims) > 1 else x
+        return jnp.zeros_like(x, dtype=dtype) if in_block and len(dims) > 1 and dims not in KEPT_FLOAT32 else x
 
     return jax.tree_util.tree_map_with_path(leaf, model)
 

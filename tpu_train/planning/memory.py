@@ -39,6 +39,7 @@ class Split:
     dtype: str = "bfloat16"
     context: int = 1
     context_method: str = "auto"
+    expert: int = 1  # the plan knows no experts: report.report refuses them
 
     @property
     def devices(self) -> int:

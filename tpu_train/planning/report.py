@@ -7,6 +7,7 @@ from typing import Any
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, MeshConfig, UserError
 from tpu_train.flops import forward_flops_per_token, num_params, params, train_flops_per_token
+from tpu_train.layout import USUAL
 from tpu_train.planning import advice, cost, memory, network, why
 from tpu_train.planning.advice import Choice
 
@@ -30,6 +31,10 @@ class Inputs:
 
 def report(config: Config, fleet: Fleet, inputs: Inputs) -> dict[str, Any]:
     """The plan of `config` on `fleet`. Raises UserError where no mesh divides or a number is out of range."""
+    if config.model.num_experts:
+        raise UserError(
+            "plan has no formulas of a mixture of experts (model.num_experts) yet; tpu-train compile measures its step"
+        )
     suggested = advice.best(config, fleet)
     if suggested is None:
         raise UserError(_no_mesh(config, fleet))
@@ -82,7 +87,7 @@ def _no_mesh(config: Config, fleet: Fleet) -> str:
 
 
 def _mesh(choice: Choice) -> str:
-    return " x ".join(f"{name} {size}" for name, size in choice.split.sizes.items() if name != "context" or size > 1)
+    return " x ".join(f"{name} {size}" for name, size in choice.split.sizes.items() if name in USUAL or size > 1)
 
 
 def _chips(fleet: Fleet, watts: float | None, usd: float | None, inputs: Inputs) -> dict[str, Any]:

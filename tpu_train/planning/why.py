@@ -4,6 +4,7 @@ import dataclasses
 
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, UserError
+from tpu_train.layout import USUAL
 from tpu_train.planning import advice, memory
 from tpu_train.planning.advice import Choice
 from tpu_train.planning.units import bytes_text, count_text, seconds_text
@@ -13,7 +14,7 @@ def settings(choice: Choice) -> list[str]:
     """The --set arguments that make a run of the choice."""
     split = choice.split
     return [
-        *(f"mesh.{axis}={size}" for axis, size in split.sizes.items() if axis != "context" or size > 1),
+        *(f"mesh.{axis}={size}" for axis, size in split.sizes.items() if axis in USUAL or size > 1),
         f"optim.accumulation_steps={split.accumulation}",
         f"model.remat={split.remat}",
     ]
