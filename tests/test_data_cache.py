@@ -298,6 +298,28 @@ def test_what_only_a_package_reads_is_named_with_its_extra(tmp_path, monkeypatch
             open_source(config_for(tmp_path, kind), 256)
 
 
+def test_without_locks_two_builds_at_once_make_one_cache(tmp_path, monkeypatch):
+    WRITERS["jsonl"](tmp_path / "a.jsonl", TEXTS)
+
+    def refuse(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    config = config_for(tmp_path, "jsonl")
+    before = cache._Writer.finish
+
+    def another_first(self):
+        monkeypatch.setattr(cache._Writer, "finish", before)
+        monkeypatch.setattr(cache.os, "getpid", lambda: 1)
+        assert labels_of(open_source(config, 256)) == WANTED
+        monkeypatch.undo()
+        return before(self)
+
+    monkeypatch.setattr(cache._Writer, "finish", another_first)
+    assert labels_of(open_source(config, 256)) == WANTED
+    assert not list((tmp_path / "cache").glob("*/*.unfinished"))
+
+
 def test_a_large_shard_says_how_far_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cache, "SAY_EVERY", 0.0)
     WRITERS["jsonl"](tmp_path / "a.jsonl", ["text " * 40_000] * 9)

@@ -109,7 +109,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     assert (done.returncode, done.stderr) == (0, "")
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
-        "train": "config workdir set processes",
+        "train": "config profile_steps dump_hlo workdir set processes",
         "eval": "config step ema workdir set processes",
         "diff": "arrays",
         "blame": "config step workdir set processes",
@@ -143,6 +143,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         (["train", "--config=TINY", "--set=data.packing=0"], "data.packing='0' is not true or false"),
         (["train", "--config=TINY", "--set=run.steps=0"], "run.steps is 0; it must be above 0"),
         (["train", "--config=TINY", "--workdir=TINY"], "can't make the folder TINY/checkpoints: Not a directory"),
+        (["train", "--config=TINY", "--profile_steps=5:9"], "--profile_steps=5:9 goes past the run's last step, run.s"),
         (["eval"], "eval needs --workdir=DIR or --config=FILE"),
         (["generate"], "generate needs --workdir=DIR or --config=FILE"),
         (["eval", "--workdir=NONE"], "NONE has no checkpoints; give the --workdir of a run that has saved"),

@@ -16,11 +16,11 @@ from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
 from tpu_train.report import say
+from tpu_train.train import first_state
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
     batch_on_mesh,
-    init_state,
     loss_and_grads,
     make_train_step,
 )
@@ -34,17 +34,19 @@ def show(flag: dict[str, Any]) -> int:
         raise UserError(f"--step={target} must be 1 or more")
     with Checkpoints(workdir, keep_last=None) as checkpoints:
         before = max((step for step in checkpoints.steps() if step < target), default=0)
+        if before:
+            checkpoints.find(before)  # raises if it is damaged
         config = _config(flag, checkpoints, before)
         mesh = mesh_lib.make_mesh(config.mesh)
         mesh_lib.check_fits(config, mesh)
-        compute = precision.resolve(config.run, mesh_lib.platform(mesh))
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
         vocab = config.model.vocab_size
         batches = data.train_batches(config.data, vocab_size=vocab, **processes.batch_share(mesh))
         try:
             if before:
                 state = checkpoints.restore(before, abstract_state(config, compute), batches)
             else:
-                state = init_state(config, compute)
+                state = first_state(config, compute)
             state, batch = _replay(state, batches, config, compute, mesh, before, target)
         finally:
             batches.close()

@@ -39,11 +39,15 @@ class Tensor:
         return f"{self.name}: {self.bad} of {self.size} values {kind}, the others at most {self.largest:.3g}"
 
 
+@jax.jit
 def _numbers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """How many values are not finite, the largest of the rest, whether one is NaN."""
     finite = jnp.isfinite(x)
     largest = jnp.max(jnp.where(finite, jnp.abs(x), 0).astype(jnp.float32), initial=0.0)
     return jnp.sum(~finite, dtype=jnp.int32), largest, jnp.any(jnp.isnan(x))
+
+
+_numbers_of_layers = jax.jit(jax.vmap(_numbers))
 
 
 def _tensor(name: str, size: int, numbers: Any) -> Tensor:
@@ -61,10 +65,10 @@ def arrays(tree: Any, prefix: str, layers: int) -> list[Tensor]:
         parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
         name = ".".join([prefix, *(part for part in parts if part != "value")])
         if "blocks" not in parts:
-            found.append(_tensor(name, x.size, jax.device_get(jax.jit(_numbers)(x))))
+            found.append(_tensor(name, x.size, jax.device_get(_numbers(x))))
             continue
         pattern = int(parts[parts.index("blocks") + 1])
-        for group, numbers in enumerate(zip(*jax.device_get(jax.jit(jax.vmap(_numbers))(x)), strict=True)):
+        for group, numbers in enumerate(zip(*jax.device_get(_numbers_of_layers(x)), strict=True)):
             layer = group * (layers // x.shape[0]) + pattern
             found.append(_tensor(f"{name} of layer {layer}", x.size // x.shape[0], numbers))
     return found
@@ -94,7 +98,7 @@ def activations(model: Transformer, batch: dict[str, jax.Array], compute: Comput
         return ops.embed(model.embed_VD[...], tokens_BT, compute.dtype), angles
 
     x_BTD, angles = enter(model, tokens_BT, positions_BT)
-    yield _tensor("embed", x_BTD.size, jax.device_get(jax.jit(_numbers)(x_BTD)))
+    yield _tensor("embed", x_BTD.size, jax.device_get(_numbers(x_BTD)))
     patterns = [_pass_of(compute) for _ in model.blocks]
     for layer in range(config.num_layers):
         group, pattern = divmod(layer, len(config.window_pattern))
@@ -103,7 +107,7 @@ def activations(model: Transformer, batch: dict[str, jax.Array], compute: Comput
         for (name, size), values in zip(names, jax.device_get(numbers), strict=True):
             yield _tensor(f"blocks.{pattern}{name} of layer {layer}", size, values)
     last_BTD = jax.jit(lambda model, x: model.final_norm(x))(model, x_BTD)
-    yield _tensor("final_norm", last_BTD.size, jax.device_get(jax.jit(_numbers)(last_BTD)))
+    yield _tensor("final_norm", last_BTD.size, jax.device_get(_numbers(last_BTD)))
 
 
 def _pass_of(compute: Compute):
@@ -152,7 +156,7 @@ def _recorded(block: nnx.Module) -> Iterator[list[tuple[str, jax.Array]]]:
 def largest_gradients(grads: Any, count: int) -> list[str]:
     """The parameters with the largest share of the squared gradient norm, as lines."""
     flat = jax.tree_util.tree_flatten_with_path(grads)[0]
-    squares = jax.device_get([jax.jit(lambda g: jnp.sum(jnp.square(g)))(g) for _, g in flat])
+    squares = jax.device_get(jax.jit(lambda gs: [jnp.sum(jnp.square(g)) for g in gs])([g for _, g in flat]))
     total = max(float(np.sum(squares)), 1e-30)
     named = [
         (float(s), jax.tree_util.keystr(path, simple=True, separator="."))

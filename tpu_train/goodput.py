@@ -6,6 +6,7 @@ Goodput is the time in steps that count over all time that processes of the run 
     start     imports, devices, data set-up      compile   waiting for the compiler
     restore   a checkpoint or first weights      data      the device was idle and the next batch not there
     eval      validation                         save      what a save keeps the loop from, and the last one's end
+    profile   starting and writing a trace
     redone    steps that a kill took and the next start repeated
     other     all else with the device idle
 
@@ -105,6 +106,8 @@ class Clock:
     def _watched(self, what: str) -> tuple[str, float]:
         if what in BEFORE_STEPS:
             return f"{what}, before the first step,", START_FACTOR
+        if what == "profile":
+            return f"the profile at step {self._step}", START_FACTOR
         return f"{what} at step {self._step}" if what != "step" else f"step {self._step}", 1.0
 
 

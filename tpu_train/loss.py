@@ -21,17 +21,18 @@ def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float
     chex.assert_rank(batch["tokens"], 2)
     chex.assert_equal_shape(list(batch.values()))
     x_BTD, loads = hidden_states(model, batch, compute, masters)
-    loss_BT, lse_BT = ops.linear_cross_entropy(
-        x_BTD,
-        model.output_VD,
-        batch["labels"],
-        z_loss=z_loss,
-        soft_cap=model.config.logit_soft_cap,
-        compute=compute,
-    )
-    # A row of padding has no defined loss: where, not a product, so that a NaN there can't leak.
-    total = jnp.sum(jnp.where(batch["weights"] > 0, loss_BT * batch["weights"], 0.0))
-    z_part = z_loss * jnp.sum(jnp.where(batch["weights"] > 0, jnp.square(lse_BT) * batch["weights"], 0.0))
+    with jax.named_scope("loss"):
+        loss_BT, lse_BT = ops.linear_cross_entropy(
+            x_BTD,
+            model.output_VD,
+            batch["labels"],
+            z_loss=z_loss,
+            soft_cap=model.config.logit_soft_cap,
+            compute=compute,
+        )
+        # A row of padding has no defined loss: where, not a product, so that a NaN there can't leak.
+        total = jnp.sum(jnp.where(batch["weights"] > 0, loss_BT * batch["weights"], 0.0))
+        z_part = z_loss * jnp.sum(jnp.where(batch["weights"] > 0, jnp.square(lse_BT) * batch["weights"], 0.0))
     return total, total - jax.lax.stop_gradient(z_part), loads
 
 

@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, diff, blame, plan, compile, kernels."""
+"""The `tpu-train` command: train, eval, generate, diff, check, plan, compile, kernels."""
 
 import logging
 import os
@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "sample text from a checkpoint",
     "diff": "the first step where two runs part, and by how much: tpu-train diff WORKDIR1 WORKDIR2",
     "blame": "the first tensor that was not finite in a skipped step, done again from the checkpoint before",
+    "check": "does a config compute the same on every mesh, however its rows are cut, by every kernel",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
@@ -137,8 +138,13 @@ def _flags_of(command: str) -> flags.FlagValues:
     if command == "plan":
         _plan_flags(add)
         return values
+    if command == "check":
+        _check_flags(add)
+        return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+        add(flags.DEFINE_string, "profile_steps", None, "FIRST:LAST: trace these steps into WORKDIR/profile, for xprof")
+        add(flags.DEFINE_bool, "dump_hlo", False, "write the step's program, lowered and compiled, into WORKDIR/hlo")
     elif command == "blame":
         add(flags.DEFINE_string, "config", None, "the run's config file, if no checkpoint came before the step")
         add(flags.DEFINE_integer, "step", None, "default: the first of the last row of steps that were not finite")
@@ -170,6 +176,17 @@ def _plan_flags(add) -> None:
     add(flags.DEFINE_float, "price", None, "USD of one chip for an hour; default: the table's")
     add(flags.DEFINE_bool, "json", False, "print JSON in place of text")
     add(flags.DEFINE_string, "html", None, "also write a page of charts to this file")
+
+
+def _check_flags(add) -> None:
+    add(flags.DEFINE_string, "config", None, "the run's config file")
+    add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
+    add(flags.DEFINE_string, "meshes", None, "such as data=2,fsdp=4;tensor=2; default: its own, pairs, triples of axes")
+    add(flags.DEFINE_integer, "devices", None, "default: all accelerators here, else 8 CPU devices", lower_bound=1)
+    add(flags.DEFINE_integer, "steps", 3, "steps on each mesh", lower_bound=1)
+    add(flags.DEFINE_bool, "full", False, "with the config's own sizes, not with a small copy's")
+    add(flags.DEFINE_float, "replicated_limit", 1.0, "MB that an array outside of the table may have on every device")
+    add(flags.DEFINE_bool, "json", False, "print JSON in place of text")
 
 
 def _overview() -> str:
@@ -207,6 +224,8 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         from tpu_train import plan
 
         return plan.show(flag)
+    if command == "check":
+        return _check(flag)
     from tpu_train import local_processes
 
     overrides = list(flag["set"])
@@ -216,6 +235,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         if not flag["config"]:
             raise config_lib.UserError("train needs --config=FILE, such as --config=configs/tiny.py")
         config = config_lib.load(flag["config"], overrides)
+        traced = config_lib.profile_range(flag["profile_steps"], config)
         if local_processes.wanted(flag["processes"]):
             return local_processes.run(flag["processes"], argv)
         _prepare_jax()
@@ -225,7 +245,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         from tpu_train import checkpoint, report, train
 
         try:
-            return train.train(config, START_TIME)
+            return train.train(config, START_TIME, profile_steps=traced, dump_hlo=flag["dump_hlo"])
         except (report.RunFailed, checkpoint.SaveFailed) as error:
             return _fail(error, 1)
     if not flag["workdir"]:
@@ -243,6 +263,21 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
     from tpu_train import inference
 
     return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)
+
+
+def _check(flag: dict[str, Any]) -> int:
+    from tpu_train import config as config_lib
+    from tpu_train import cpu
+
+    if not flag["config"]:
+        raise config_lib.UserError("check needs --config=FILE, such as --config=configs/tiny.py")
+    config = config_lib.load(flag["config"], flag["set"])
+    if not cpu.has_accelerator() or os.environ.get("JAX_PLATFORMS") == "cpu":
+        cpu.pretend_devices(flag["devices"] or 8, compile_quickly=not flag["full"])
+    _prepare_jax()
+    from tpu_train import checking
+
+    return checking.show(config, flag)
 
 
 def _join() -> None:

@@ -23,6 +23,12 @@ from tpu_train.sharding import BATCH, SHARDS, SPECS, TOKENS, P, gather_inside, n
 SHORTEST = 128
 
 
+def _enough(rows: int, compute: Compute) -> bool:
+    """Whether the kernels are worth their while for so many rows, where they are asked for."""
+    return compute.implementation != "pallas" or compute.kernels_always or rows >= SHORTEST
+
+
+@jax.named_scope("embed")
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of the table as stored, x_BTD in `dtype`.
 
@@ -51,6 +57,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     )
 
 
+@jax.named_scope("flash_attention")
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -73,7 +80,7 @@ def attention(
         )
     mask = Mask.of(causal=True, window=window or None)
     implementation = compute.implementation
-    if implementation == "pallas" and q_BTNH.shape[1] < SHORTEST:
+    if not _enough(q_BTNH.shape[1], compute):
         implementation = "xla"
     _check_head_dim(q_BTNH, implementation)
     cudnn_can = not cudnn_can_run(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, q_offset, mask, soft_cap)
@@ -116,7 +123,7 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
     size = jax.sharding.get_abstract_mesh().shape
     (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
     implementation = compute.implementation
-    if implementation == "pallas" and T // (2 * size["context"]) < SHORTEST:
+    if not _enough(T // (2 * size["context"]), compute):
         implementation = "xla"
     _check_head_dim(q_BTNH, implementation)
     layer = context.Layer(
@@ -144,9 +151,10 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TOKENS)
-    return compute.implementation == "pallas" and x_BTD.shape[0] * x_BTD.shape[1] // devices >= SHORTEST
+    return compute.implementation == "pallas" and _enough(x_BTD.shape[0] * x_BTD.shape[1] // devices, compute)
 
 
+@jax.named_scope("gated_mlp")
 def gated_mlp(
     x_BTD: jax.Array, w_gate_DF: jax.Array, w_up_DF: jax.Array, *, activation: str, compute: Compute
 ) -> jax.Array:
@@ -165,14 +173,16 @@ def gated_mlp(
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
+@jax.named_scope("grouped_matmul")
 def grouped_matmul(x_TD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, *, compute: Compute) -> jax.Array:
     """Each row times the weights of its group, y_TF. Of a device's own arrays: call it inside shard_map."""
     implementation = compute.implementation
-    if implementation == "pallas" and x_TD.shape[0] < SHORTEST:
+    if not _enough(x_TD.shape[0], compute):
         implementation = "xla"
     return pallas_kernels.grouped_matmul(x_TD, w_EDF, group_sizes_E, implementation=implementation)
 
 
+@jax.named_scope("linear_cross_entropy")
 def linear_cross_entropy(
     x_BTD: jax.Array,
     w_VD: jax.Array,
@@ -198,7 +208,7 @@ def linear_cross_entropy(
         elif vocab_axis is not None:
             w_VD = gather_inside(w_VD, "VD")
         x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
-        if implementation == "pallas" and not kernels_pay(x_TD, w_VD):
+        if implementation == "pallas" and not (compute.kernels_always or kernels_pay(x_TD, w_VD)):
             implementation = "xla"
         loss, lse = pallas_kernels.linear_cross_entropy(
             x_TD,

@@ -30,6 +30,7 @@ class Compute:
     implementation: str
     platform: str
     context_method: str = "auto"  # of MeshConfig
+    kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
     def scales_loss(self) -> bool:

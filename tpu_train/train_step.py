@@ -43,13 +43,13 @@ class TrainState:
 
 def init_state(config: Config, compute: Compute) -> TrainState:
     """A fresh state over the current mesh; moments are sharded as the weights are."""
-    return jax.jit(functools.partial(_make_state, config, compute))(jax.random.key(config.run.seed))
+    return jax.jit(functools.partial(make_state, config, compute))(jax.random.key(config.run.seed))
 
 
 def abstract_state(config: Config, compute: Compute) -> TrainState:
     """The shapes, dtypes and shardings that `init_state` gives, with nothing computed."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    abstract = jax.eval_shape(functools.partial(_make_state, config, compute), key)
+    abstract = jax.eval_shape(functools.partial(make_state, config, compute), key)
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x):
@@ -59,7 +59,8 @@ def abstract_state(config: Config, compute: Compute) -> TrainState:
     return jax.tree.map(on_mesh, abstract)
 
 
-def _make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+def make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
+    """What `init_state` compiles."""
     model = Transformer(config.model, key)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -117,13 +118,14 @@ def make_train_step(config: Config, compute: Compute):
             metrics["typical_norm"] = spikes.typical_norm(norms)
             updating &= grad_norm <= spike_factor * metrics["typical_norm"]
             norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-        model = _move_biases(optax.apply_updates(state.model, updates), loads)
-        average = None
-        if state.average is not None and ema_decay is not None:
-            average = moving_average(state.average, model, ema_decay, done + 1)
-        kept = (state.model, state.opt_state, state.average)
-        model, opt_state, average = _where(updating, (model, opt_state, average), kept)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+            model = _move_biases(optax.apply_updates(state.model, updates), loads)
+            average = None
+            if state.average is not None and ema_decay is not None:
+                average = moving_average(state.average, model, ema_decay, done + 1)
+            kept = (state.model, state.opt_state, state.average)
+            model, opt_state, average = _where(updating, (model, opt_state, average), kept)
         scale, good_steps = state.loss_scale, state.good_steps
         if compute.scales_loss:
             metrics["loss_scale"] = scale

@@ -1,4 +1,5 @@
-"""Block sizes of the grouped kernels: per TPU generation, the fastest by a model of cycles, within one of VMEM.
+"""Block sizes of the grouped kernels: per TPU generation, measured ones (tuned.json), else the fastest by a model of
+cycles, within one of VMEM.
 
 How the rows fall on the groups is known only when a kernel runs. The model takes each group to begin and end anywhere,
 so that a tile is visited once, and once more for each further group.
@@ -16,12 +17,15 @@ from pallas_kernels.matmul.blocks import (
     SHARE,
     Block,
     check_block,
+    measured,
     padded,
     passes,
     unrolled,
     wide,
 )
 from pallas_kernels.runtime import CHIPS, Chip
+
+OP = "grouped_matmul"  # in tuned.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ LONGEST = 1024  # rows of a tile
 
 def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
     """The block of a kernel ("forward", "dx" or "dw") on `chip` (None, where kernels are interpreted: as on v5e)."""
-    return _choose(kernel, problem, chip or CHIPS["v5e"])
+    return measured(OP, kernel, problem, chip, vmem_bytes) or _choose(kernel, problem, chip or CHIPS["v5e"])
 
 
 @functools.cache
@@ -147,4 +151,4 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
     """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
     needs = functools.partial(vmem_bytes, kernel, problem, chip=chip)
-    check_block(op, kernel, block, chip, needs, choose(kernel, problem, chip))
+    check_block(op, kernel, block, chip, needs, _choose(kernel, problem, chip or CHIPS["v5e"]))

@@ -106,15 +106,10 @@ def _each_part(spec: Grouped, first, end, body: Callable) -> None:
     # As many whole parts as leave no more than all the shorter ones hold.
     done = divide(length + (spec.tile - sum(spec.rests) - 1), spec.tile) * spec.tile
     jax.lax.fori_loop(jnp.int32(0), divide(done, spec.tile), step, jnp.int32(0))
-    for rows, later in zip(spec.rests, shorter_sums(spec.rests), strict=True):
-        needed = length > done + later
+    for i, rows in enumerate(spec.rests):
+        needed = length > done + sum(spec.rests[i + 1 :])
         pl.when(needed)(functools.partial(part, done, rows))
         done = jnp.where(needed, done + rows, done)
-
-
-def shorter_sums(rests: tuple[int, ...]) -> list[int]:
-    """Of each of the shorter bodies the rows that those after it hold."""
-    return [sum(rests[i + 1 :]) for i in range(len(rests))]
 
 
 def _within(first, end, shape):

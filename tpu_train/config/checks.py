@@ -31,6 +31,21 @@ def check(config: Config) -> None:
         )
 
 
+def profile_range(text: str | None, config: Config) -> range | None:
+    """The steps of --profile_steps=FIRST:LAST, both included; None where it is not given. Raises UserError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None:
+        raise UserError(f"--profile_steps={text} is not FIRST:LAST, as in --profile_steps=10:13 for steps 10 to 13")
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last:
+        raise UserError(f"--profile_steps={text}: steps count from 1, and the last must not come before the first")
+    if last > config.run.steps:
+        raise UserError(f"--profile_steps={text} goes past the run's last step, run.steps={config.run.steps}")
+    return range(first, last + 1)
+
+
 def _check_model(config: Config) -> None:
     model = config.model
     if model.head_dim is None and model.model_dim % model.num_heads:
@@ -84,10 +99,10 @@ def _check_data(config: Config) -> None:
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
         raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
-    if data.source == "tokens" and not data.mixture:
+    if {source.source for source in data.mixture or (data,)} == {"tokens"}:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
-                raise UserError(f"data.{name}={getattr(data, name)} is for text, and data.source=tokens has none")
+                raise UserError(f"data.{name}={getattr(data, name)} is for text, and token files hold none")
     if data.mixture:
         _check_mixture(data)
     if not 0 < data.validation_fraction < 1:

@@ -121,7 +121,7 @@ class Batches(grain.DatasetIterator[Batch]):
         if "format" not in state and {"layout", "position"} <= state.keys():
             raise UserError(
                 "the saved data position is of an older version of tpu_train, in which each process had an order of "
-                "its own; it can't be continued exactly, so start a new run directory (weights can be kept)"
+                "its own; start a new run directory, with run.init_from for the weights"
             )
         if state.get("format") != FORMAT:
             raise UserError("this is not a data position of train_batches; start a new run directory")
