@@ -3,7 +3,7 @@
     ./launch/local.sh train --config=configs/moe_tiny.py
 
 Expected: in 400 steps the loss falls from 5.6 to 1.7 and validation to 1.78, and the busiest expert's load from 2.8
-times the mean to 1.3 (load_imbalance in metrics.jsonl). A step takes about twice the work of one of `tiny`.
+times the mean to 1.3 (load_imbalance in metrics.jsonl).
 """
 
 from tpu_train.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig
