@@ -2,8 +2,8 @@
 
 Each array's error is taken against its largest gradient. The tolerances: in float32 these are sums of the same terms in
 another order, of up to 10^4 terms, some 1e-6 of their size; where softmax or norms take differences it grows ten times.
-Half precision rounds every operand by up to eps / 2, and terms that cancel leave their errors: of an array's norm 20 eps
-are allowed (at most 6.4 was seen, of `tiny`, in bfloat16, whose eps is 2^-7).
+Half precision rounds every operand by up to eps / 2, and terms that cancel leave their errors: of an array's norm 20
+eps are allowed (at most 6.4 was seen, of `tiny`, in bfloat16, whose eps is 2^-7).
 """
 
 import contextlib
