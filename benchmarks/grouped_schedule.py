@@ -82,7 +82,7 @@ def megablox_runs(
     """How often a region runs: its sums begin, go on, and end with a store."""
     across, along = (problem.D, problem.F) if kernel == "dx" else (problem.F, problem.D)
     outer, steps = -(-across // tiling[2]), -(-along // tiling[1])
-    visits = work(problem.T, sizes, tiling[0], tiling[0], tiling[0], "group" if kernel == "dw" else "tile").visits
+    visits = work(problem.T, sizes, tiling[0], tiling[:1], "group" if kernel == "dw" else "tile").visits
     longest = max(regions, key=lambda region: region.bundles if region.mxu_cycles else 0)
     empty = sum(size == 0 for size in sizes)
 

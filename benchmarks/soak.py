@@ -137,7 +137,8 @@ def kill_in_a_step(start: Start, draw: random.Random) -> bool:
 
 
 def kill_in_a_save(start: Start, draw: random.Random) -> bool:
-    begun = training(start, draw) and start.wait_until(lambda: any((start.workdir / "checkpoints").glob("*tmp*")))
+    folder = start.workdir / "checkpoints"
+    begun = training(start, draw) and start.wait_until(lambda: any(folder.glob("*.unfinished*")))
     time.sleep(draw.uniform(0, 0.03))
     return begun and killed(start)
 

@@ -203,8 +203,8 @@ def test_check_says_which_field_is_wrong(overrides, message):
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"cache": "there"}, "data.cache=there is for text, and data.source=tokens has none"),
-        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and data.source=tokens has none"),
+        ({"cache": "there"}, "data.cache=there is for text, and token files hold none"),
+        ({"on_corrupt": "skip"}, "data.on_corrupt=skip is for text, and token files hold none"),
         ({"prompt_key": "q"}, "data.source=tokens has no fields"),
     ],
 )

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from tpu_train.config import DataConfig, UserError
-from tpu_train.data import read_tokens, train_batches
+from tpu_train.data import cache, read_tokens, train_batches
 from tpu_train.data.opening import open_source
 
 TEXTS = [f"document {i}: " + "naïve text\n" * (i % 7) for i in range(30)]
@@ -295,6 +296,37 @@ def test_what_only_a_package_reads_is_named_with_its_extra(tmp_path, monkeypatch
     for kind in ("jsonl.zst", "parquet"):
         with pytest.raises(UserError, match=r"needs a package: pip install 'tpu-train\[data\]'"):
             open_source(config_for(tmp_path, kind), 256)
+
+
+def test_without_locks_two_builds_at_once_make_one_cache(tmp_path, monkeypatch):
+    WRITERS["jsonl"](tmp_path / "a.jsonl", TEXTS)
+
+    def refuse(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    config = config_for(tmp_path, "jsonl")
+    before = cache._Writer.finish
+
+    def another_first(self):
+        monkeypatch.setattr(cache._Writer, "finish", before)
+        monkeypatch.setattr(cache.os, "getpid", lambda: 1)
+        assert labels_of(open_source(config, 256)) == WANTED
+        monkeypatch.undo()
+        return before(self)
+
+    monkeypatch.setattr(cache._Writer, "finish", another_first)
+    assert labels_of(open_source(config, 256)) == WANTED
+    assert not list((tmp_path / "cache").glob("*/*.unfinished"))
+
+
+def test_a_large_shard_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "SAY_EVERY", 0.0)
+    WRITERS["jsonl"](tmp_path / "a.jsonl", ["text " * 40_000] * 9)
+    open_source(config_for(tmp_path, "jsonl"), 256)
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"data: tokenizing {tmp_path}/a.jsonl: [\d,]+ tokens so far", said[0])
+    assert said[-1].startswith("data: tokenized a.jsonl (1 of 1): 9 documents, 1,800,009 tokens")
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):

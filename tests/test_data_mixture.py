@@ -99,6 +99,21 @@ def test_validation_has_some_of_each_source_at_once(mixed):
     assert set(shares(batches[: len(batches) // 2], documents)) == set(SIZES)
 
 
+def test_the_shares_are_said(mixed):
+    batches = train_batches(mixed[0], vocab_size=VOCAB, process_count=2)
+    for _ in range(50):
+        next(batches)
+    said = batches.describe()
+    batches.close()
+    found = re.fullmatch(
+        r"data: (\d+) documents begun, (\d+) of them longer than a row; tokens: a (.*)%, b (.*)%, c 0.0% "
+        r"\(in 2 of 4 rows\)",
+        said,
+    )
+    assert found, said
+    assert [float(share) for share in found.groups()[2:]] == pytest.approx([50, 50], abs=5)
+
+
 def test_another_number_of_processes_goes_on_with_the_same_batches(mixed):
     config, _ = mixed
     whole, _, counts = steps(config, 60)
@@ -158,6 +173,7 @@ def test_a_mixture_is_saved_with_the_config(mixed):
     [
         ({"name": "b"}, "'b': names are letters, digits, - and _, and each is given once"),
         ({"name": "a b"}, "names are letters"),
+        ({"name": "tokens"}, "'tokens': that is the name of another count"),
         ({"source": "csv"}, "source='csv' is not one of"),
         ({"paths": ()}, "source=tokens needs paths"),
         ({"source": "python_stdlib"}, "source=python_stdlib reads no paths"),

@@ -1,6 +1,7 @@
 """Whole runs that meet bad steps: skipped, averaged, stopped; in this process, with the small run of test_train."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import test_train
 from test_train import finite_checkpoints, losses, run
 
-from tpu_train import metrics, train
+from tpu_train import main, metrics, train
 
 cache, compiled_once, traced_once = test_train.cache, test_train.compiled_once, test_train.traced_once
 devices, texts, config_of = test_train.devices, test_train.texts, test_train.config_of
@@ -34,8 +35,8 @@ def test_skipped_steps_are_counted_and_not_saved_until_one_too_many_stops_the_ru
     assert skipped == {1: 0, 4: 0, 6: 1, 7: 2, 8: 3}
 
 
-def test_an_average_and_the_watch_for_spikes_can_begin_and_end_where_a_run_goes_on(config_of, ends):
-    often = ("optim.schedule=constant", "run.eval_every=2")
+def test_an_average_and_the_watch_for_spikes_can_begin_and_end_where_a_run_goes_on(config_of, ends, capsys):
+    often = ("optim.schedule=constant", "run.eval_every=2", "run.eval_batches=99")
     assert run(config_of("run.steps=2", *often)) == 0
     assert run(config_of("run.steps=4", *often, "optim.ema_decay=0.5", "run.spike_factor=9")) == 0
     assert run(config_of("run.steps=6", *often)) == 0
@@ -49,3 +50,10 @@ def test_an_average_and_the_watch_for_spikes_can_begin_and_end_where_a_run_goes_
     assert any(np.any(averaged[f".average{name[6:]}"] != x) for name, x in averaged.items() if name[:6] == ".model")
     validation = [losses(made.run.workdir)[4][2] for made in (config_of(), plain)]
     assert validation[0] != validation[1]  # the average's
+    capsys.readouterr()
+    evaluate = ["tpu-train", "eval", f"--workdir={config_of().run.workdir}", "--step=4"]
+    assert main.main([*evaluate, "--ema"]) == main.main(evaluate) == 0
+    average, weights = re.findall(r"validation loss (\S+) \((.*)nats", capsys.readouterr().out)
+    assert (average[1], weights[1]) == ("of the moving average, ", "")
+    assert float(average[0]) == pytest.approx(validation[0], abs=1e-4)
+    assert float(weights[0]) != pytest.approx(validation[0], abs=1e-4)

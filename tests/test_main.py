@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,9 +109,10 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     assert (done.returncode, done.stderr) == (0, "")
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
-        "train": "config workdir set processes",
+        "train": "config profile_steps dump_hlo workdir set processes",
         "eval": "config step ema workdir set processes",
         "diff": "arrays",
+        "blame": "config step workdir set processes",
         "generate": "config step ema workdir set processes prompt num_tokens num_samples temperature top_k seed",
         "plan": "config set chips slices tokens mfu watts price json html",
         "compile": "config topology num_slices search json set",
@@ -141,6 +143,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         (["train", "--config=TINY", "--set=data.packing=0"], "data.packing='0' is not true or false"),
         (["train", "--config=TINY", "--set=run.steps=0"], "run.steps is 0; it must be above 0"),
         (["train", "--config=TINY", "--workdir=TINY"], "can't make the folder TINY/checkpoints: Not a directory"),
+        (["train", "--config=TINY", "--profile_steps=5:9"], "--profile_steps=5:9 goes past the run's last step, run.s"),
         (["eval"], "eval needs --workdir=DIR or --config=FILE"),
         (["generate"], "generate needs --workdir=DIR or --config=FILE"),
         (["eval", "--workdir=NONE"], "NONE has no checkpoints; give the --workdir of a run that has saved"),
@@ -210,6 +213,21 @@ def loss_by_hand(workdir, step, place):
         counted_BT = batch["weights"] > 0
         total, count = total + np.sum((lse_BT - picked_BT)[counted_BT]), count + np.sum(counted_BT)
     return total / count
+
+
+def test_eval_and_generate_pass_over_a_damaged_checkpoint_but_not_one_asked_for(tpu_train, trained, tmp_path):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    array = max((workdir / "checkpoints" / "8" / "state" / "d").iterdir())
+    array.write_bytes(array.read_bytes()[1:])
+    reason = f"{workdir}/checkpoints/8 is damaged{{}}: state/d/{array.name} has "
+    for command, more in (("eval", []), ("generate", ["--num_tokens=2"])):
+        code, out, err = tpu_train(command, f"--workdir={workdir}", *more)
+        assert (code, len(err.splitlines())) == (0, 1)
+        assert err.startswith("tpu-train: " + reason.format(" and skipped"))
+        assert out.startswith("step 4 ") == (command == "eval")
+        code, out, err = tpu_train(command, f"--workdir={workdir}", "--step=8", *more)
+        assert (code, out) == (2, "")
+        assert err.startswith("tpu-train: " + reason.format(""))
 
 
 def test_eval_is_the_loss_computed_by_hand(tpu_train, trained, place):

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+from tpu_train import layout
+from tpu_train.aot import search
 from tpu_train.config import MeshConfig, UserError
 from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
 
@@ -142,3 +144,12 @@ def test_model_that_does_not_divide_over_the_mesh_is_refused(mesh_of, tiny, shap
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (1, 1, 2, 4)])
 def test_model_that_divides_over_the_mesh_fits(mesh_of, tiny, shape):
     check_fits(tiny(), mesh_of(*shape))
+
+
+def test_searched_meshes_keep_the_experts_axis(tiny):
+    config = tiny("model.num_experts=4", "mesh.expert=2", "mesh.data=1", "data.batch_size=16")
+    found = list(search.meshes(config, 16, 2))
+    assert {mesh.expert for mesh in found} == {2}
+    for mesh in found:
+        layout.check_fits(config, {axis: getattr(mesh, axis) for axis in AXES})
+    assert {(mesh.data, mesh.fsdp, mesh.tensor) for mesh in found} == {(2, 4, 1), (2, 2, 2), (2, 1, 4)}

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_train.config import ModelConfig, RunConfig
-from tpu_train.models import balance, moe
+from tpu_train import ops
+from tpu_train.aot import flops
+from tpu_train.config import ModelConfig, RunConfig, UserError
+from tpu_train.models import balance, dispatch, moe
 from tpu_train.models.balance import Load
 from tpu_train.precision import Compute, resolve
+from tpu_train.report import OF_EXPERTS
 from tpu_train.sharding import SPECS, P
 
 COMPUTE = resolve(RunConfig(), "cpu")
@@ -228,6 +231,7 @@ def test_balance_loss_of_parts_adds_up_to_that_of_the_whole(parts, experts, seed
 def test_measures_are_of_sums_over_layers_and_one_at_perfect_balance():
     even = Load(jnp.full((2, 4), 6, jnp.int32), jnp.full((2, 4), 3.0), jnp.zeros(2, jnp.int32))
     got = {name: float(x) for name, x in balance.measures([even], 2).items()}
+    assert set(got) == set(OF_EXPERTS)
     assert got == {"load_imbalance": 1.0, "load_imbalance_worst": 1.0, "balance_loss": 1.0, "dropped_share": 0.0}
     skewed = Load(jnp.array([[12, 12, 0, 0]], jnp.int32), jnp.full((1, 4), 3.0), jnp.array([6], jnp.int32))
     got = {name: float(x) for name, x in balance.measures([even, skewed], 2).items()}
@@ -243,10 +247,28 @@ def test_biases_follow_the_sign_of_the_load_error_and_rest_without_tokens():
     np.testing.assert_array_equal(moved, [[0.75, 1.25, 1.0, -1.0], [1.0, 1.0, 1.0, -1.0]])
 
 
+@pytest.mark.parametrize(
+    ("length", "choices", "experts", "factor", "room"),
+    [(10, 3, 10, 0.1, 1), (16, 2, 8, 1.0, 4), (16, 2, 8, 1.01, 5), (100, 1, 10, 1.1, 11), (1, 2, 64, 1.0, 1)],
+)
+def test_capacity_is_rounded_up_and_no_further(length, choices, experts, factor, room):
+    config = ModelConfig(num_experts=experts, experts_per_token=choices, capacity_factor=factor)
+    assert moe.capacity(config, length) == room
+    # Two devices with three rows each have room for all that may come, and for no more choices than there are.
+    assert moe.rows_at_home(config, 2, 3, length) == 2 * 3 * min(length * choices, experts // 2 * room)
+
+
+def test_compile_counts_no_loops_over_rows_that_only_the_run_knows():
+    def product(x, sizes):
+        return ops.grouped_matmul(x, jnp.zeros((2, 4, 8)), sizes, compute=COMPUTE)
+
+    traced = jax.make_jaxpr(product)(jnp.zeros((200, 4)), jnp.zeros(2, jnp.int32))
+    with pytest.raises(UserError, match=r"can't count; set run\.implementation=auto"):
+        flops.count(traced.jaxpr, 1, ModelConfig(num_experts=2))
+
+
 def test_rows_are_exchanged_as_ragged_all_to_all_says(mesh_of):
     """By its documentation, written out in numpy, two slices a device; and the gradient comes back the same way."""
-    from tpu_train.models import dispatch
-
     mesh = mesh_of(expert=2)
     counts = np.array([[2, 0, 1, 3], [1, 2, 0, 1]], np.int32)  # device, expert; two experts a device
     rows = np.arange(2 * 6, dtype=np.float32).reshape(12, 1) + 1

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_train import data
+from tpu_train import data, examine
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.loss import hidden_states, weighted_loss
 from tpu_train.models.transformer import empty_cache
 from tpu_train.precision import resolve
 from tpu_train.sharding import SPECS
-from tpu_train.train_step import abstract_state, init_state, make_train_step
+from tpu_train.train_step import abstract_state, batch_names, init_state, make_train_step
 
 ONE_LAYER = ("model.num_layers=1", "model.window_pattern=0", "model.num_experts=8", "model.expert_dim=16")
 
@@ -54,7 +54,7 @@ def test_loss_falls_and_either_way_of_balancing_evens_the_loads_out(forty_steps)
 
 
 def test_padding_changes_neither_loss_nor_loads(tiny, random_batch, random_model, place):
-    """The same rows in longer ones, packed, and unpacked where weights alone tell padding."""
+    """The same rows in longer ones; and a token without weight is no padding."""
     config = tiny(*ONE_LAYER, "model.router=sigmoid", "model.balance=bias")
     model, compute = random_model(config), resolve(config.run, "cpu")
 
@@ -72,9 +72,18 @@ def test_padding_changes_neither_loss_nor_loads(tiny, random_batch, random_model
     np.testing.assert_array_equal(wide_load.chosen_E, load.chosen_E)
     np.testing.assert_allclose(wide_load.shares_E, load.shares_E, rtol=1e-5)
 
-    unpacked = {name: x for name, x in batch.items() if name != "segment_ids"}
-    _, unpacked_load = measure(model, place(unpacked))
-    assert int(unpacked_load.chosen_E.sum()) == 2 * batch["weights"].sum()
+    # A prompt's tokens have no weight in the loss, and go through experts all the same.
+    prompted = batch | {"weights": batch["weights"] * (np.arange(16) > 2)[None]}
+    assert prompted["weights"].sum() < batch["weights"].sum()
+    np.testing.assert_array_equal(measure(model, place(prompted))[1].chosen_E, load.chosen_E)
+    assert "segment_ids" in batch_names(tiny(*ONE_LAYER, "data.packing=false"))
+    assert "segment_ids" not in batch_names(tiny("data.packing=false"))
+
+    # The same layers one by one, as `blame` looks into them.
+    tensors = list(examine.activations(model, place(batch), compute))
+    assert [t.name for t in tensors if "mlp" in t.name] == ["blocks.0.mlp_norm of layer 0", "blocks.0.mlp of layer 0"]
+    last, _ = jax.jit(hidden_states, static_argnums=2)(model, place(batch), compute)
+    assert tensors[-1].largest == pytest.approx(float(np.abs(last).max()), rel=1e-5)
 
 
 def test_decoding_a_token_at_a_time_gives_what_the_whole_row_gives(tiny, random_model, mesh_of):

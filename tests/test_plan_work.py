@@ -39,7 +39,7 @@ def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat, 
         model=ModelConfig(**shape | model, remat=remat),
         data=DataConfig(seq_len=seq_len, batch_size=8),
         optim=OptimConfig(accumulation_steps=micro),
-        mesh=MeshConfig(*mesh, method),
+        mesh=MeshConfig(*mesh, context_method=method),
     )
     split = Split(*mesh[:3], micro, remat, context=mesh[3], context_method=method)
     traced = trace_step(config, dataclasses.replace(ON_TPU, context_method=method), mesh_of(*mesh))

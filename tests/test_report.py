@@ -92,6 +92,18 @@ def test_step_time_is_the_mean_of_the_steps_since_the_last_line(reporter_of, clo
     assert lines == {1: None, 4: (1 + 2 + 3) / 3, 8: (2 + 2 + 2 + 4) / 4}
 
 
+def test_what_experts_do_is_written_where_there_are_any(reporter_of, clock, tmp_path):
+    of_experts = {name: 0.5 + i for i, name in enumerate(report.OF_EXPERTS)}
+    for step, more in ((1, of_experts), (2, {})):
+        reporter = reporter_of(step=step - 1)
+        reporter.dispatched(step, values(**more))
+        reporter.fetch()
+        reporter.log()
+    first, second = metrics.read(tmp_path)
+    assert of_experts.items() <= first.items()
+    assert not set(of_experts) & set(second)
+
+
 def test_pause_at_the_first_step_is_not_counted_in_the_second(reporter_of, clock, tmp_path):
     reporter = reporter_of()
     reporter.dispatched(1, values())
@@ -196,6 +208,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_one_line(reporter_of, cl
     assert message.startswith(
         f"{name} is {value} at step 3; kept: checkpoint of step 2 in {tmp_path}; tpu-train blame "
     )
+    assert " --step=3 names the first bad tensor; " in message
     assert "\n" not in message
     assert [line["step"] for line in metrics.read(tmp_path)] == [1, 3]
 

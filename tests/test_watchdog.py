@@ -1,7 +1,6 @@
 """A process that hangs ends with its stacks, one line and exit code 75; one that is slow but alive does not."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -66,7 +65,8 @@ def hang():
                 return super().__next__() if self.taken < 4 else time.sleep(1e6)
         batches.__class__ = Batches
         return batches
-    data.train_batches = train_batches
+    if os.environ.get("TPU_TRAIN_PROCESS_ID") != "0":
+        data.train_batches = train_batches
 """,
     "step": """
 def hang():
@@ -89,16 +89,41 @@ def hang():
 }
 
 
+@pytest.fixture
+def start(config_file, cache, tmp_path):
+    """start(fault, flags...): a run that meets the fault, under a limit of 20 s, which gives the start 80."""
+    children = []
+
+    def begin(fault, *flags):
+        faulty = tmp_path / "faulty.py"
+        faulty.write_text(f"import os\nimport time\n{config_file.read_text()}\n{FAULTS[fault]}\nhang()\n")
+        children.append(Child(faulty, tmp_path / "run", cache, "--set=run.hang_seconds=20", *flags))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+        child.process.wait()
+        child._out.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", FAULTS)
-def test_a_run_whose_data_or_step_hangs_ends_with_exit_code_75(config_file, cache, tmp_path, where):
-    faulty = tmp_path / "faulty.py"
-    faulty.write_text(f"import time\n{config_file.read_text()}\n{FAULTS[where]}\nhang()\n")
-    child = Child(faulty, tmp_path / "run", cache, "--set=run.hang_seconds=4")
-    with contextlib.closing(child._out):
-        assert child.process.wait(90) == 75, child.err
-    what = {"data": "data at step 4", "step": "step [45]"}[where]
-    line = rf"tpu-train: this process hangs: {what} takes longer than 4 s \(run\.hang_seconds=4\); its threads' stacks"
+def test_a_run_whose_step_hangs_ends_with_exit_code_75(start):
+    child = start("step")
+    assert child.process.wait(200) == 75, child.err
+    line = r"tpu-train: this process hangs: step [45] takes longer than 20 s \(run\.hang_seconds=20\); its "
     assert re.match(line, child.err.splitlines()[-1]), child.err
-    assert re.search({"data": r"in __next__$", "step": r"in (_fetch|dispatched)$"}[where], child.err, re.MULTILINE)
-    assert os.listdir(tmp_path / "run")
+    assert re.search(r"in (_fetch|dispatched)$", child.err, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_of_two_processes_the_one_whose_data_hangs_is_named(start):
+    child = start("data", "--processes=2")
+    assert child.process.wait(200) == 75, child.err
+    line = r"^tpu-train: process 1 of 2 hangs: data at step 4 takes longer than 20 s"
+    assert re.search(line, child.err, re.MULTILINE), child.err
+    assert re.search(r"in __next__$", child.err, re.MULTILINE)
+    last = r"tpu-train: process [01] of 2 failed with exit code 75; the others were stopped"
+    assert re.fullmatch(last, child.err.splitlines()[-1])

@@ -6,15 +6,17 @@ Goodput is the time in steps that count over all time that processes of the run 
     start     imports, devices, data set-up      compile   waiting for the compiler
     restore   a checkpoint or first weights      data      the device was idle and the next batch not there
     eval      validation                         save      what a save keeps the loop from, and the last one's end
+    profile   starting and writing a trace
     redone    steps that a kill took and the next start repeated
     other     all else with the device idle
 
 The loop runs a step ahead of the device, so what the host does is mostly hidden behind a step. A thread notes when each
-step is done; the device was busy from a step's dispatch, or the end of the step before it, until then. That time is in
-steps, whatever the host did meanwhile, and only what is left goes to the host's work. Time in which no process of the
-run lived is not known and not counted.
+step is done; the device was busy from when it was handed a step, or the end of the step before, until then. That time
+is in steps, whatever the host did meanwhile, and only what is left goes to the host's work. Time in which no process of
+the run lived is not known and not counted.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -43,14 +45,14 @@ class Clock:
         self._step = 0
         self._idle_since = 0.0  # the end of the last step that was counted
         self._spans: list[Span] = []
+        self._host: dict[str, float] = {}
         self._steps: list[tuple[float, Future[float]]] = []
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-end")
 
     def enter(self, what: str, step: int | None = None) -> None:
         """From now on the host does `what`, one of the names above or "step"."""
-        now = time.monotonic()
-        self._spans.append((self._doing, self._since, now))
-        self._doing, self._since = what, now
+        self._end_span()
+        self._doing = what
         self._step = self._step if step is None else step
         self._watchdog.watch(*self._watched(what))
 
@@ -60,13 +62,16 @@ class Clock:
         return x
 
     def dispatched(self, values: Any) -> None:
-        """A step was dispatched that ends when `values` are there."""
+        """A step was handed over that ends when `values` are there; since `enter("step")`, if that is what is done."""
 
         def end() -> float:
             jax.block_until_ready(values)
             return time.monotonic()
 
-        self._steps.append((time.monotonic(), self._waiter.submit(end)))
+        # Not from now: where a device runs a step before the call returns, as CPUs may, that was the step.
+        began = self._since if self._doing == "step" else time.monotonic()
+        self.settle()  # so that little is ever left to settle
+        self._steps.append((began, self._waiter.submit(end)))
 
     def settle(self, all_done: bool = False) -> None:
         """Counts the time up to the dispatch of the step under way, or up to now if there is none (`all_done`)."""
@@ -79,20 +84,30 @@ class Clock:
             self._steps.pop(0)
             self._idle_since = ended.result()
             busy.append((began, self._idle_since))
-        now = time.monotonic()
-        self._spans.append((self._doing, self._since, now))
-        self._since = now
+        self._end_span()
         settled, self._spans = cut(self._spans, until)
         for name, seconds in attribute(settled, busy).items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def host_seconds(self, what: str) -> float:
+        """How long the host did `what` so far, hidden behind steps or not; what it does now not counted."""
+        return self._host.get(what, 0.0)
 
     def close(self) -> None:
         self._watchdog.close()
         self._waiter.shutdown(wait=False)
 
+    def _end_span(self) -> None:
+        now = time.monotonic()
+        self._spans.append((self._doing, self._since, now))
+        self._host[self._doing] = self._host.get(self._doing, 0.0) + now - self._since
+        self._since = now
+
     def _watched(self, what: str) -> tuple[str, float]:
         if what in BEFORE_STEPS:
             return f"{what}, before the first step,", START_FACTOR
+        if what == "profile":
+            return f"the profile at step {self._step}", START_FACTOR
         return f"{what} at step {self._step}" if what != "step" else f"step {self._step}", 1.0
 
 
@@ -141,7 +156,8 @@ class Ledger:
     def write(self, step: int, seconds: dict[str, float]) -> None:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         line = json.dumps({"start": self.start, "from": self._from, "step": step, "seconds": rounded})
-        with self._path.open("a") as file:  # opened each time: the folder may come back after a failure
+        # Opened each time, since the folder may come back; a disk that refuses this line is no reason to stop.
+        with contextlib.suppress(OSError), self._path.open("a") as file:
             file.write(line + "\n")
 
     def goodput(self, seconds: dict[str, float]) -> float:

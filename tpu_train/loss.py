@@ -21,25 +21,28 @@ def weighted_loss(model: Transformer, batch: dict[str, jax.Array], z_loss: float
     chex.assert_rank(batch["tokens"], 2)
     chex.assert_equal_shape(list(batch.values()))
     x_BTD, loads = hidden_states(model, batch, compute, masters)
-    loss_BT, lse_BT = ops.linear_cross_entropy(
-        x_BTD,
-        model.output_VD,
-        batch["labels"],
-        z_loss=z_loss,
-        soft_cap=model.config.logit_soft_cap,
-        compute=compute,
-    )
-    # A row of padding has no defined loss: where, not a product, so that a NaN there can't leak.
-    total = jnp.sum(jnp.where(batch["weights"] > 0, loss_BT * batch["weights"], 0.0))
-    z_part = z_loss * jnp.sum(jnp.where(batch["weights"] > 0, jnp.square(lse_BT) * batch["weights"], 0.0))
+    with jax.named_scope("loss"):
+        loss_BT, lse_BT = ops.linear_cross_entropy(
+            x_BTD,
+            model.output_VD,
+            batch["labels"],
+            z_loss=z_loss,
+            soft_cap=model.config.logit_soft_cap,
+            compute=compute,
+        )
+        # A row of padding has no defined loss: where, not a product, so that a NaN there can't leak.
+        total = jnp.sum(jnp.where(batch["weights"] > 0, loss_BT * batch["weights"], 0.0))
+        z_part = z_loss * jnp.sum(jnp.where(batch["weights"] > 0, jnp.square(lse_BT) * batch["weights"], 0.0))
     return total, total - jax.lax.stop_gradient(z_part), loads
 
 
 def hidden_states(model: Transformer, batch: dict[str, jax.Array], compute: Compute, masters=None):
-    """x_BTD and the experts' loads (see Transformer.with_loads). Padding has segment 0, or weight 0 where rows are not
-    packed."""
-    segments_BT = batch.get("segment_ids")
-    real_BT = (batch["weights"] if segments_BT is None else segments_BT) > 0
-    inputs = batch["tokens"], batch["positions"], segments_BT
-    x_BTD, _, loads = model.with_loads(*inputs, compute, masters=masters, real_BT=real_BT)
+    """x_BTD and the experts' loads (see Transformer.with_loads)."""
+    inputs = batch["tokens"], batch["positions"], batch.get("segment_ids")
+    x_BTD, _, loads = model.with_loads(*inputs, compute, masters=masters, real_BT=real_tokens(batch))
     return x_BTD, loads
+
+
+def real_tokens(batch: dict[str, jax.Array]) -> jax.Array:
+    """False at padding: segment 0, or weight 0 where there are no segments (a prompt has weight 0 too)."""
+    return batch.get("segment_ids", batch["weights"]) > 0

@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "validation loss of a checkpoint over the whole validation split",
     "generate": "sample text from a checkpoint",
     "diff": "the first step where two runs part, and by how much: tpu-train diff WORKDIR1 WORKDIR2",
+    "blame": "the first tensor that was not finite in a skipped step, done again from the checkpoint before",
     "check": "does a config compute the same on every mesh, however its rows are cut, by every kernel",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
     "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
@@ -142,6 +143,11 @@ def _flags_of(command: str) -> flags.FlagValues:
         return values
     if command == "train":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
+        add(flags.DEFINE_string, "profile_steps", None, "FIRST:LAST: trace these steps into WORKDIR/profile, for xprof")
+        add(flags.DEFINE_bool, "dump_hlo", False, "write the step's program, lowered and compiled, into WORKDIR/hlo")
+    elif command == "blame":
+        add(flags.DEFINE_string, "config", None, "the run's config file, if no checkpoint came before the step")
+        add(flags.DEFINE_integer, "step", None, "default: the first of the last row of steps that were not finite")
     else:
         add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
@@ -229,6 +235,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         if not flag["config"]:
             raise config_lib.UserError("train needs --config=FILE, such as --config=configs/tiny.py")
         config = config_lib.load(flag["config"], overrides)
+        traced = config_lib.profile_range(flag["profile_steps"], config)
         if local_processes.wanted(flag["processes"]):
             return local_processes.run(flag["processes"], argv)
         _prepare_jax()
@@ -238,7 +245,7 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         from tpu_train import checkpoint, report, train
 
         try:
-            return train.train(config, START_TIME)
+            return train.train(config, START_TIME, profile_steps=traced, dump_hlo=flag["dump_hlo"])
         except (report.RunFailed, checkpoint.SaveFailed) as error:
             return _fail(error, 1)
     if not flag["workdir"]:
@@ -249,6 +256,10 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         return local_processes.run(flag["processes"], argv)
     _prepare_jax()
     _join()
+    if command == "blame":
+        from tpu_train import blame
+
+        return blame.show(flag)
     from tpu_train import inference
 
     return inference.evaluate_checkpoint(flag) if command == "eval" else inference.generate_from_checkpoint(flag)

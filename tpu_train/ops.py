@@ -28,6 +28,7 @@ def _enough(rows: int, compute: Compute) -> bool:
     return compute.implementation != "pallas" or compute.kernels_always or rows >= SHORTEST
 
 
+@jax.named_scope("embed")
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of the table as stored, x_BTD in `dtype`.
 
@@ -56,6 +57,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     )
 
 
+@jax.named_scope("flash_attention")
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -152,6 +154,7 @@ def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     return compute.implementation == "pallas" and _enough(x_BTD.shape[0] * x_BTD.shape[1] // devices, compute)
 
 
+@jax.named_scope("gated_mlp")
 def gated_mlp(
     x_BTD: jax.Array, w_gate_DF: jax.Array, w_up_DF: jax.Array, *, activation: str, compute: Compute
 ) -> jax.Array:
@@ -170,6 +173,7 @@ def gated_mlp(
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
+@jax.named_scope("grouped_matmul")
 def grouped_matmul(x_TD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, *, compute: Compute) -> jax.Array:
     """Each row times the weights of its group, y_TF. Of a device's own arrays: call it inside shard_map."""
     implementation = compute.implementation
@@ -178,6 +182,7 @@ def grouped_matmul(x_TD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, 
     return pallas_kernels.grouped_matmul(x_TD, w_EDF, group_sizes_E, implementation=implementation)
 
 
+@jax.named_scope("linear_cross_entropy")
 def linear_cross_entropy(
     x_BTD: jax.Array,
     w_VD: jax.Array,

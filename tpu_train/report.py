@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpu_train import chart, devices, goodput, metrics
+from tpu_train import chart, devices, goodput, metrics, stragglers
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
@@ -50,6 +50,8 @@ class Reporter:
         self._timed_from = 0.0
         self._timed_steps, self._timed_tokens = 0, 0.0
         self._step_seconds: float | None = None
+        self._waited, self._data_before = 0.0, 0.0  # for the device, since the last line; for data, until then
+        self._stragglers = stragglers.Stragglers(mesh) if jax.process_count() > 1 else None
 
     def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
         """Reports the step before this one and takes this one's metrics, without waiting for them."""
@@ -83,27 +85,30 @@ class Reporter:
         if not asked and validation_loss is None and not self.skipped_in_row:
             return
         line: dict[str, float | None] = {name: values[name] for name in ("loss", "learning_rate", "grad_norm")}
-        line |= self._speed()
+        line |= self._speed(step)
         line |= {name: values[name] for name in ("loss_scale", *OF_EXPERTS) if name in values}
         line["skipped"] = int(values["skipped"])
-        if validation_loss is not None:
-            line["validation_loss"] = validation_loss
         self._clock.settle()
-        if self._writer is not None and self._ledger is not None:
+        if self._ledger is not None:
             line["goodput"] = round(self._ledger.goodput(self._clock.seconds), 4)
             self._ledger.write(step, self._clock.seconds)
+        if validation_loss is not None:
+            line["validation_loss"] = validation_loss
+        if self._writer is not None:
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
-    def failure(self, what: str) -> str:
-        """One line for RunFailed: what happened, what is kept, what may help."""
+    def failure(self, what: str, first_bad: int | None = None) -> str:
+        """One line for RunFailed: what happened, what is kept, what may help; `first_bad` is a step to look into."""
         kept = f"checkpoint of step {self.last_good}" if self.last_good else "no checkpoint"
+        workdir = self._config.run.workdir
+        blame = f"tpu-train blame --workdir={workdir} --step={first_bad} names the first bad tensor; "
         return (
-            f"{what}; kept: {kept} in {self._config.run.workdir}; tpu-train blame --workdir={self._config.run.workdir} "
-            "names the first bad tensor; try a lower optim.peak_lr or more optim.warmup_steps"
+            f"{what}; kept: {kept} in {workdir}; {blame if first_bad else ''}"
+            "try a lower optim.peak_lr or more optim.warmup_steps"
         )
 
     def saved(self, step: int) -> None:
@@ -115,6 +120,9 @@ class Reporter:
 
     def say_time(self) -> None:
         """Where the time went; the last line of a run's own."""
+        slow = self._stragglers.last() if self._stragglers is not None else None
+        if slow is not None:
+            say(slow)
         self._clock.settle(all_done=True)
         if self._ledger is not None and self._first_step <= self._config.run.steps:
             say(f"time: {self._ledger.summary(self._clock.seconds)}")
@@ -125,10 +133,13 @@ class Reporter:
             self._writer.close()
 
     def _fetch(self, step: int, on_device: dict[str, jax.Array]) -> None:
+        began = time.monotonic()
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
         now = time.monotonic()
+        self._waited += now - began
         if step == self._first_step:
-            self._timed_from = now
+            self._timed_from, self._waited = now, 0.0
+            self._data_before = self._clock.host_seconds("data")
         else:
             self._timed_steps += 1
             self._timed_tokens += values["tokens"]
@@ -144,15 +155,25 @@ class Reporter:
         if before >= self._config.run.max_skipped:
             self.log()
             also = f", and the {before} step(s) before it were skipped too" if before else ""
-            raise RunFailed(self.failure(f"{why} at step {step}{also}"))
+            raise RunFailed(self.failure(f"{why} at step {step}{also}", first_bad=step - before))
         say(f"step {step} changed nothing: {why} ({before + 1} in a row of at most {self._config.run.max_skipped})")
 
-    def _speed(self) -> dict[str, float | None]:
+    def _say_slow(self, step: int, seconds: float, processes: stragglers.Stragglers) -> None:
+        data, steps = self._clock.host_seconds("data"), self._timed_steps
+        own = max(0.0, seconds - self._waited) / steps
+        said = processes.report(step, own, (data - self._data_before) / steps, seconds / steps)
+        self._waited, self._data_before = 0.0, data
+        if said is not None:
+            say(said)
+
+    def _speed(self, step: int) -> dict[str, float | None]:
         """tokens_per_second, step_seconds and mfu since the last call; None before the second step."""
         now = time.monotonic()
         if not self._timed_steps:
             return {"tokens_per_second": None, "step_seconds": None, "mfu": None}
         seconds = now - self._timed_from
+        if self._stragglers is not None:
+            self._say_slow(step, seconds, self._stragglers)
         tokens_per_second = self._timed_tokens / seconds
         self._step_seconds = seconds / self._timed_steps
         mfu = None if self._peak_flops is None else tokens_per_second * self._flops_per_token / self._peak_flops

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, context, data, devices, generate, goodput, precision, processes, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -22,12 +22,11 @@ from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.flops import active_params
 from tpu_train.models.transformer import num_params
 from tpu_train.report import Reporter, RunFailed, say, write_charts
-from tpu_train.sharding import SPECS
 from tpu_train.stopping import Stop, stop_signals
 from tpu_train.train_step import (
     TrainState,
     abstract_state,
-    batch_names,
+    batch_on_mesh,
     best_model,
     init_state,
     trace_step,
@@ -35,10 +34,11 @@ from tpu_train.train_step import (
 )
 
 
-def train(config: Config, start_time: float) -> int:
+def train(config: Config, start_time: float, *, profile_steps: range | None = None, dump_hlo: bool = False) -> int:
     """Runs `config` to its last step, or continues where its workdir stopped; returns the process's exit code.
 
     `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
+    `profile_steps` are traced and `dump_hlo` writes the step's program down: see profiling.py.
     """
     workdir = Path(config.run.workdir)
     clock = goodput.Clock(start_time, watchdog.Watchdog(config.run.hang_seconds, processes.name()))
@@ -49,7 +49,7 @@ def train(config: Config, start_time: float) -> int:
     place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
     # The first step waits for this longest: XLA works on it while the state and the checkpoints get ready.
-    compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh)
+    compiling = ThreadPoolExecutor(1).submit(compile_step, config, compute, mesh, workdir if dump_hlo else None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(clock))
         stack.enter_context(contextlib.closing(batches))
@@ -63,6 +63,8 @@ def train(config: Config, start_time: float) -> int:
         clock.enter("restore")
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
+        profiler = stack.enter_context(contextlib.closing(profiling.Profiler(profile_steps, workdir)))
+        profiler.continue_from(int(state.step))
         clock.enter("compile")
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
@@ -71,12 +73,14 @@ def train(config: Config, start_time: float) -> int:
             stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
             clock,
+            profiler,
         )
         state = run.loop(state)
         run.reporter.say_time()
         if stop.agreed is not None:
             say(f"{stop.agreed.name}: saved step {int(state.step)} in {workdir}; the same command continues from there")
             return 128 + stop.agreed
+    say(batches.describe())
     if jax.process_index() == 0:
         say(write_charts(workdir))
     if config.run.sample_tokens:
@@ -84,9 +88,15 @@ def train(config: Config, start_time: float) -> int:
     return 0
 
 
-def compile_step(config: Config, compute: precision.Compute, mesh: jax.sharding.Mesh) -> Callable:
-    """The train step, compiled for the shapes and shardings that `config` makes."""
-    return trace_step(config, compute, mesh).lower().compile()
+def compile_step(
+    config: Config, compute: precision.Compute, mesh: jax.sharding.Mesh, hlo_to: Path | None = None
+) -> Callable:
+    """The train step, compiled for the shapes and shardings that `config` makes; `hlo_to`: written there as text."""
+    lowered = trace_step(config, compute, mesh).lower()
+    compiled = lowered.compile()
+    if hlo_to is not None:
+        profiling.write_hlo(lowered, compiled, hlo_to)
+    return compiled
 
 
 @dataclasses.dataclass
@@ -103,6 +113,7 @@ class Run:
     reporter: Reporter
     stop: Stop
     clock: goodput.Clock
+    profiler: profiling.Profiler = dataclasses.field(default_factory=profiling.Profiler)
 
     def loop(self, state: TrainState) -> TrainState:
         """Steps until the last one or a stop signal; either way the state returned is saved."""
@@ -110,10 +121,12 @@ class Run:
         for step in range(int(state.step) + 1, run.steps + 1):
             self.clock.enter("data", step)
             batch = self._next_batch()  # outside: over several processes its transfer counts as an implicit one
+            self.profiler.begin(step, self.reporter, self.clock)
             self.clock.enter("step")
-            with jax.transfer_guard("disallow"):
+            with jax.transfer_guard("disallow"), self.profiler.step(step):
                 state, values = self.train_step(state, batch)
             self.reporter.dispatched(step, values)
+            self.profiler.end(step, self.reporter, self.clock)
             asked = self.stop.ask(self.saver.asks())
             stopping = self.stop.agreed is not None
             evaluating = (step % run.eval_every == 0 or step == run.steps) and not stopping
@@ -128,7 +141,6 @@ class Run:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
                     if saving or self.saver.checkpoints.is_best(loss):
-                        self.clock.enter("save")
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
@@ -140,24 +152,14 @@ class Run:
         return state
 
     def _next_batch(self) -> dict[str, jax.Array]:
-        """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-        sharding = jax.NamedSharding(self.mesh, SPECS["ABT"])
-        micro, rows = self.config.optim.accumulation_steps, self.config.data.batch_size
-        batch = next(self.batches)
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding,
-                context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), self.mesh.shape["context"]),
-                (micro, rows // micro, batch[name].shape[-1]),
-            )
-            for name in batch_names(self.config)
-        }
+        return batch_on_mesh(next(self.batches), self.config, self.mesh)
 
     def _evaluate(self, state: TrainState) -> float:
         batches = map(self.clock.alive, self.validation)
         return evaluate(self.eval_step, best_model(state), batches, self.mesh, self.config.run.eval_batches)
 
     def _save(self, step: int, state: TrainState, validation_loss: float | None) -> None:
+        self.clock.enter("save")  # here, so that each try of a save has the watchdog's whole limit
         # The step's loss and gradients were finite, but its update may not be, and keep_last would drop a good one.
         if not jax.device_get(_is_finite(state)):
             raise RunFailed(self.reporter.failure(f"the update of step {step} made weights or moments NaN or infinite"))
@@ -174,7 +176,7 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: checkpoint.Checkpoints, batches: Any):
     step = checkpoints.latest()
     if step is None:
-        return _first_state(config, compute)
+        return first_state(config, compute)
     saved = checkpoints.saved_config(step)
     checkpoint.refuse_other_run(saved, config, checkpoints.directory.parent)
     if step > config.run.steps:
@@ -194,7 +196,8 @@ def _restore_or_init(config: Config, compute: precision.Compute, checkpoints: ch
     return with_features(checkpoints.restore(step, abstract_state(there, compute), batches), config)
 
 
-def _first_state(config: Config, compute: precision.Compute) -> TrainState:
+def first_state(config: Config, compute: precision.Compute) -> TrainState:
+    """The state before the first step: fresh, or with the weights that run.init_from names."""
     if not config.run.init_from:
         return init_state(config, compute)
     model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import spikes
+from tpu_train import context, spikes
 from tpu_train.config import Config
 from tpu_train.loss import hidden_states, weighted_loss
 from tpu_train.models import balance
@@ -111,21 +111,22 @@ def make_train_step(config: Config, compute: Compute):
             "grad_norm": grad_norm,
             "tokens": jnp.sum(batch["weights"]),
         }
+        if config.model.num_experts:
+            metrics |= balance.measures(loads, config.model.experts_per_token)
         norms = state.norms
         if norms is not None and spike_factor is not None:
             metrics["typical_norm"] = spikes.typical_norm(norms)
             updating &= grad_norm <= spike_factor * metrics["typical_norm"]
             norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-        model = _move_biases(optax.apply_updates(state.model, updates), loads)
-        average = None
-        if state.average is not None and ema_decay is not None:
-            average = moving_average(state.average, model, ema_decay, done + 1)
-        kept = (state.model, state.opt_state, state.average)
-        model, opt_state, average = _where(updating, (model, opt_state, average), kept)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+            model = _move_biases(optax.apply_updates(state.model, updates), loads)
+            average = None
+            if state.average is not None and ema_decay is not None:
+                average = moving_average(state.average, model, ema_decay, done + 1)
+            kept = (state.model, state.opt_state, state.average)
+            model, opt_state, average = _where(updating, (model, opt_state, average), kept)
         scale, good_steps = state.loss_scale, state.good_steps
-        if config.model.num_experts:
-            metrics |= balance.measures(loads, config.model.experts_per_token)
         if compute.scales_loss:
             metrics["loss_scale"] = scale
             scale, good_steps = _next_loss_scale(scale, good_steps, finite)
@@ -150,8 +151,23 @@ def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax
 def batch_names(config: Config) -> list[str]:
     """The arrays of a batch."""
     # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
-    segments = ["segment_ids"] if config.data.packing else []
+    # Experts need to tell padding from a prompt, whose weight is 0 as well.
+    segments = ["segment_ids"] if config.data.packing or config.model.num_experts else []
     return ["tokens", "labels", "positions", "weights", *segments]
+
+
+def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    micro, rows = config.optim.accumulation_steps, config.data.batch_size
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding,
+            context.reorder(batch[name].reshape(micro, -1, batch[name].shape[-1]), mesh.shape["context"]),
+            (micro, rows // micro, batch[name].shape[-1]),
+        )
+        for name in batch_names(config)
+    }
 
 
 def _updates_done(opt_state: Any) -> jax.Array:

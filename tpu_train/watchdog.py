@@ -12,7 +12,7 @@ import sys
 import threading
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: what failed may work when tried again
-START_FACTOR = 4  # times run.hang_seconds before the first step: compiling and reading a checkpoint take long
+START_FACTOR = 4  # times run.hang_seconds before the first step, and to write a trace: both take long
 
 
 class Watchdog:

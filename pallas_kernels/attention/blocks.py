@@ -1,9 +1,13 @@
-"""Block sizes of the Pallas kernels: per TPU generation, within a byte model of VMEM."""
+"""Block sizes of the Pallas kernels by TPU generation: measured ones (tuned.json), else within a byte model of VMEM."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
+from pallas_kernels import tuned
 from pallas_kernels.runtime import CHIPS, Chip
 
+OP = "flash_attention"  # in tuned.json
 LANES = 128
 
 
@@ -46,7 +50,43 @@ def choose(
     num_queries: int, num_keys: int, head_dim: int, value_dim: int, itemsize: int, chip: Chip | None
 ) -> BlockSizes:
     """Sizes for a head of the given shape on `chip` (None, where kernels are interpreted: as on v5e)."""
-    chip = chip or CHIPS["v5e"]
+    found = tuned.nearest(OP, chip, *shape_key(num_queries, num_keys, head_dim, value_dim, itemsize))
+    if found is not None:
+        try:
+            sizes = _fitted(found, num_queries, num_keys)
+            check(sizes, head_dim, value_dim, itemsize, chip)
+            return sizes
+        except ValueError:
+            pass  # measured at another length, and too large at this one
+    return _by_model(num_queries, num_keys, head_dim, value_dim, itemsize, chip or CHIPS["v5e"])
+
+
+def shape_key(
+    num_queries: int, num_keys: int, head_dim: int, value_dim: int, itemsize: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(exact, near) of an entry of tuned.json."""
+    exact = {"head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
+    return exact, {"queries": num_queries, "keys": num_keys}
+
+
+def from_plain(plain: Mapping[str, Any]) -> BlockSizes:
+    """The sizes that `dataclasses.asdict` made `plain` of."""
+    cuts = {name: Cut(**plain[name]) for name in ("forward", "backward")}
+    return BlockSizes(**{**plain, **cuts})
+
+
+def _fitted(entry: tuned.Entry, num_queries: int, num_keys: int) -> BlockSizes:
+    """An entry's sizes for these lengths: blocks that pad them least, keys in as many parts."""
+    sizes = from_plain(entry.sizes)
+    if entry.near == {"queries": num_queries, "keys": num_keys}:
+        return sizes
+    q, k = _block(num_queries, sizes.q), _block(num_keys, sizes.k)
+    parts = -(-entry.near["keys"] // sizes.resident)
+    resident = -(-num_keys // (parts * k)) * k
+    return BlockSizes(q, k, resident, _fit(sizes.forward, q, k), _fit(sizes.backward, q, k))
+
+
+def _by_model(num_queries: int, num_keys: int, head_dim: int, value_dim: int, itemsize: int, chip: Chip) -> BlockSizes:
     forward, backward = CUTS[chip.mxu_size]
     for most in BLOCKS:
         q, k = _block(num_queries, most), _block(num_keys, most)
@@ -120,7 +160,7 @@ def check(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int, chip:
     needed = _needed(sizes, head_dim, value_dim, itemsize)
     limit = int(SHARE * chip.vmem_bytes)
     if needed > limit:
-        best = choose(sizes.q, sizes.resident, head_dim, value_dim, itemsize, chip)
+        best = _by_model(sizes.q, sizes.resident, head_dim, value_dim, itemsize, chip)
         raise ValueError(
             f"flash_attention: blocks of {sizes.q} x {sizes.k} with {sizes.resident} keys resident need "
             f"{needed / 2**20:.1f} MiB of VMEM; {chip.name} has {limit / 2**20:.1f} MiB for them; "

@@ -163,7 +163,9 @@ def _go_round(ring: _Ring, see: Callable, rows, keys, of_rows, of_keys):
     if C > UNROLLED and stops == tuple(range(C)):
         carry = at(0, (0,), 0, 1, carry)
         between = stops[1:-1]
-        carry, _ = jax.lax.scan(lambda carry, stop: (at(stop, between, 1, 1, carry), None), carry, jnp.array(between))
+        carry, _ = jax.lax.scan(
+            lambda carry, stop: (at(stop, between, 1, 1, carry), None), carry, jnp.array(between, jnp.int32)
+        )
         carry = at(C - 1, (C - 1,), 1, 0, carry)
     else:
         for n, stop in enumerate(stops):

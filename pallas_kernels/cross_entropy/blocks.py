@@ -1,9 +1,14 @@
-"""Block sizes of the linear cross entropy kernels: per TPU generation, within a byte model of VMEM."""
+"""Block sizes of the linear cross entropy kernels: per TPU generation, measured ones (tuned.json), else within a byte
+model of VMEM."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
+from pallas_kernels import tuned
 from pallas_kernels.runtime import CHIPS, Chip
 
+OP = "linear_cross_entropy"  # in tuned.json
 LANES = 128
 SHARE = 0.94  # of VMEM that blocks may fill; the rest is for values that the compiler spills
 
@@ -60,7 +65,41 @@ BACKWARD = ((512, 2048), (256, 2048), (512, 1024), (256, 1024), (256, 512), (128
 
 def choose(shape: Shape, chip: Chip | None) -> BlockSizes:
     """Sizes for `chip` (None, where kernels are interpreted: as on v5e). Raises ValueError where none fit."""
-    chip = chip or CHIPS["v5e"]
+    found = tuned.nearest(OP, chip, *shape_key(shape))
+    if found is not None:
+        try:
+            sizes = _fitted(found, shape)
+            check(sizes, shape, chip)
+            return sizes
+        except ValueError:
+            pass  # measured for another shape, and not to be had for this one
+    return _by_model(shape, chip or CHIPS["v5e"])
+
+
+def shape_key(shape: Shape) -> tuple[dict[str, int], dict[str, int]]:
+    """(exact, near) of an entry of tuned.json."""
+    exact = {"D": shape.D, "itemsize": shape.itemsize, "w_itemsize": shape.w_itemsize}
+    return exact, {"T": shape.T, "V": shape.V}
+
+
+def from_plain(plain: Mapping[str, Any]) -> BlockSizes:
+    """The sizes that `dataclasses.asdict` made `plain` of."""
+    return BlockSizes(Forward(**plain["forward"]), Backward(**plain["backward"]))
+
+
+def _fitted(entry: tuned.Entry, shape: Shape) -> BlockSizes:
+    """An entry's sizes for this shape, in blocks that pad it least. Raises ValueError where a task can't cut them."""
+    sizes = from_plain(entry.sizes)
+    if entry.near == {"T": shape.T, "V": shape.V}:
+        return sizes
+    first, second = sizes.forward, sizes.backward
+    return BlockSizes(
+        dataclasses.replace(first, tokens=_block(shape.T, first.tokens), vocab=_block(shape.V, first.vocab)),
+        dataclasses.replace(second, tokens=_block(shape.T, second.tokens), vocab=_block(shape.V, second.vocab)),
+    )
+
+
+def _by_model(shape: Shape, chip: Chip) -> BlockSizes:
     forward = next((cut for cut in _forwards(shape, chip) if forward_bytes(cut, shape) <= _allowed(chip)), None)
     backward = next((cut for cut in _backwards(shape, chip) if backward_bytes(cut, shape) <= _allowed(chip)), None)
     if forward is None or backward is None:
@@ -166,5 +205,5 @@ def check(sizes: BlockSizes, shape: Shape, chip: Chip | None) -> None:
     if needed > _allowed(chip):
         raise ValueError(
             f"linear_cross_entropy: {sizes} needs {needed / 2**20:.1f} MiB of VMEM at D={shape.D}; {chip.name} has "
-            f"{_allowed(chip) / 2**20:.1f} MiB for it; {choose(shape, chip)} fits"
+            f"{_allowed(chip) / 2**20:.1f} MiB for it; {_by_model(shape, chip)} fits"
         )

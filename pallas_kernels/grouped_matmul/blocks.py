@@ -1,4 +1,5 @@
-"""Block sizes of the grouped kernels: per TPU generation, the fastest by a model of cycles, within one of VMEM.
+"""Block sizes of the grouped kernels: per TPU generation, measured ones (tuned.json), else the fastest by a model of
+cycles, within one of VMEM.
 
 How the rows fall on the groups is known only when a kernel runs. The model takes each group to begin and end anywhere,
 so that a tile is visited once, and once more for each further group.
@@ -16,12 +17,15 @@ from pallas_kernels.matmul.blocks import (
     SHARE,
     Block,
     check_block,
+    measured,
     padded,
     passes,
     unrolled,
     wide,
 )
 from pallas_kernels.runtime import CHIPS, Chip
+
+OP = "grouped_matmul"  # in tuned.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ LONGEST = 1024  # rows of a tile
 
 def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
     """The block of a kernel ("forward", "dx" or "dw") on `chip` (None, where kernels are interpreted: as on v5e)."""
-    return _choose(kernel, problem, chip or CHIPS["v5e"])
+    return measured(OP, kernel, problem, chip, vmem_bytes) or _choose(kernel, problem, chip or CHIPS["v5e"])
 
 
 @functools.cache
@@ -64,10 +68,10 @@ def _sizes(length: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What the unrolled bodies of a kernel take: `rows`, and `rest` where no more are left, by `columns`."""
+    """What the unrolled bodies of a kernel take: `rows`, and what is left of a group `rests`, by `columns`."""
 
     rows: int
-    rest: int
+    rests: tuple[int, ...]
     columns: int
 
 
@@ -80,14 +84,15 @@ def cut(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> Cut:
 def _cut(kernel: str, problem: Problem, block: Block, chip: Chip) -> Cut:
     across, along = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
     most = unrolled(chip) // passes(problem.itemsize)
-    least = chip.mxu_size if kernel == "dw" else LANES  # rows that a shorter body must have to take less time
+    # With fewer rows a body takes as long: half a matrix unit's hide the loading of its weights, dw contracts the rows.
+    least = chip.mxu_size if kernel == "dw" else chip.mxu_size // 2
     cuts = [
-        Cut(rows, min(rows, max(rows // 2, least)), columns)
+        Cut(rows, tuple(rest for rest in (rows // 2, rows // 4) if rest >= least), columns)
         for rows in PARTS
         for columns in (across // n for n in range(1, across // LANES + 1) if across % (n * LANES) == 0)
         if block.T % rows == 0 and rows * columns * along <= most
     ]
-    return min(cuts or [Cut(LANES, LANES, LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
+    return min(cuts or [Cut(LANES, (), LANES)], key=lambda cut: _body_cycles(kernel, problem, block, cut, chip))
 
 
 def _body_cycles(kernel: str, problem: Problem, block: Block, cut: Cut, chip: Chip) -> float:
@@ -102,9 +107,9 @@ def _body_cycles(kernel: str, problem: Problem, block: Block, cut: Cut, chip: Ch
             busy = max(busy * wide(rows, chip) / rows, SUMS * size / 1024)
         return busy + BODY[kernel][chip.mxu_size] * (block.F if kernel == "forward" else block.D) / cut.columns
 
-    # A group has up to two tiles that it only has a part of. Half of these need a body more for what is left.
+    # A group has up to two tiles that it only has a part of. What each rounds up is half a shortest body's.
     ragged = min(2 * problem.E, most_visits(problem.T, problem.E, block.T))
-    return -(-problem.T // cut.rows) * body(cut.rows) + ragged / 2 * body(cut.rest)
+    return -(-problem.T // cut.rows) * body(cut.rows) + ragged / 2 * body(min((cut.rows, *cut.rests)))
 
 
 def vmem_bytes(kernel: str, problem: Problem, block: Block, chip: Chip | None) -> int:
@@ -146,4 +151,4 @@ def cost(kernel: str, problem: Problem, block: Block, chip: Chip) -> float:
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
     """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
     needs = functools.partial(vmem_bytes, kernel, problem, chip=chip)
-    check_block(op, kernel, block, chip, needs, choose(kernel, problem, chip))
+    check_block(op, kernel, block, chip, needs, _choose(kernel, problem, chip or CHIPS["v5e"]))

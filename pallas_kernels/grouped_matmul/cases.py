@@ -56,17 +56,18 @@ def _kernel_counts(kernel: str, problem: Problem, sizes: Sequence[int], generati
     parallel = "D" if kernel == "dx" else "F"
     steps[parallel] = -(-steps[parallel] // RATES[generation][2])
     times = steps["F"] * steps["D"]
-    done = work(problem.T, sizes, block.T, cut.rows, cut.rest, "group" if kernel == "dw" else "tile")
-    bodies = times * ((block.F if kernel == "forward" else block.D) // cut.columns)
+    done = work(problem.T, sizes, block.T, (cut.rows, *cut.rests), "group" if kernel == "dw" else "tile")
+    across, along = (block.F, block.D) if kernel == "forward" else (block.D, block.F)
+    row = cut.columns * along / RATES[generation][0]  # cycles of the matrix units
 
     def runs(region: Region) -> float:
         if not region.name.startswith("grid"):
             return 1
         if region.mxu_cycles:
-            whole = region.name.count("loop") == (1 if bodies == times else 2) or cut.rest == cut.rows
-            return bodies * (done.parts if whole else done.rests)
+            rows = min(done.bodies, key=lambda rows: abs(rows * row - region.mxu_cycles))
+            return times * done.bodies[rows] * (across // cut.columns)
         if region.name.endswith("/loop1"):  # over the parts, around one over their columns
-            return times * done.parts
+            return times * done.bodies[cut.rows]
         filling = region.slots["store"] > 0.5 * region.bundles
         return times * (done.fills if filling else done.visits)
 
@@ -75,30 +76,29 @@ def _kernel_counts(kernel: str, problem: Problem, sizes: Sequence[int], generati
 
 @dataclasses.dataclass
 class Work:
-    """Of one block of columns: visits of tiles, parts in them, shorter parts, and blocks set to zero."""
+    """Of one block of columns: visits of tiles, bodies in them by their rows, and blocks set to zero."""
 
-    visits: int = 0
-    parts: int = 0
-    rests: int = 0
-    fills: int = 0
+    visits: int
+    bodies: dict[int, int]
+    fills: int
 
 
-def work(T: int, sizes: Sequence[int], tile: int, rows: int, rest: int, every: str) -> Work:
-    """What the kernel does, by the same rules."""
-    done, first = Work(), 0
+def work(T: int, sizes: Sequence[int], tile: int, rows: Sequence[int], every: str) -> Work:
+    """What the kernel does, by the same rules; `rows` of its bodies, from the longest on."""
+    total = min(sum(sizes), T)
+    done, first = Work(0, dict.fromkeys(rows, 0), 0), 0
     for size in sizes:
         end = min(first + size, T)
         for at in range(first // tile * tile, end, tile) if first < end else ():
-            low, high = max(first - at, 0), min(end - at, tile)
-            length = high - low // ALIGN * ALIGN
-            shorter = rest if rest < rows else 0
-            parts = (length + rows - shorter - 1) // rows
             done.visits += 1
-            done.parts += parts
-            done.rests += length > parts * rows
-            done.fills += every == "tile" and low == 0 and high < tile
+            done.fills += every == "tile" and first <= at and at + tile > total
+            left = min(end - at, tile) - max(first - at, 0) // ALIGN * ALIGN
+            for i, size_of_body in enumerate(rows):
+                count = max(0, -(-(left - sum(rows[i + 1 :])) // size_of_body))
+                done.bodies[size_of_body] += count
+                left -= count * size_of_body
         if every == "group" and first == end:
             done.visits, done.fills = done.visits + 1, done.fills + 1
         first = end
-    nobodys = -(-T // tile) - -(-first // tile) if every == "tile" else 0
-    return Work(done.visits + nobodys, done.parts, done.rests, done.fills + nobodys)
+    nobodys = -(-T // tile) - -(-total // tile) if every == "tile" else 0
+    return Work(done.visits + nobodys, done.bodies, done.fills + nobodys)

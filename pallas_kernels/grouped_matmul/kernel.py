@@ -6,6 +6,7 @@ groups are left out by selection, never by a product with zero, so nothing that 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,21 +23,22 @@ ALIGN = 16  # rows of bf16 that fill one register: where a body may begin
 class Grouped(Spec):
     """`tile`: rows of an unrolled body; `columns`: how many it takes of the result's (in the dw kernel: of dw's D).
 
-    `rest`: rows of a second body, for what is left of a group in a tile; `tile` where there is none.
+    `rests`: rows of shorter bodies, for what is left of a group in a tile, each half of the one before.
     """
 
     columns: int = 0
-    rest: int = 0
+    rests: tuple[int, ...] = ()
 
 
-def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, first_ref, end_ref, *refs):
+def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, first_ref, end_ref, edges_ref, *refs):
     """A group's rows of y = x w (`out` is F), or of dx = dy w^T (D). grid = (out // o, visits, contracted // c)."""
     x_ref, w_ref, y_ref, *acc_refs = refs
     c, w_dim = pl.program_id(2) if acc_refs else 0, 0 if out == "F" else 1
-    first, end = _own_rows(spec, pl.program_id(1), group_ref, tile_ref, first_ref, end_ref)
+    visit = pl.program_id(1)
+    first, end = first_ref[visit], end_ref[visit]
 
-    @pl.when((first <= 0) & (end < spec.block.T) & (c == 0))
-    def _():  # the tile's first visit, and not its only one
+    @pl.when((first <= 0) & (tile_ref[visit] >= edges_ref[0]) & (c == 0))
+    def _():  # the first visit of a tile that nobody else will write all of
         y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
 
     def step(cleared):
@@ -59,9 +61,9 @@ def rows_kernel(spec: Grouped, out: str, contracted: str, group_ref, tile_ref, f
     run_step(spec, contracted, c, step)
 
 
-def dw_kernel(spec: Grouped, group_ref, tile_ref, first_ref, end_ref, x_ref, dy_ref, dw_ref, acc_ref):
+def dw_kernel(spec: Grouped, group_ref, tile_ref, first_ref, end_ref, edges_ref, x_ref, dy_ref, dw_ref, acc_ref):
     """A block of a group's dw = x^T dy, summed over its tiles. grid = (F // f, D // d, visits)."""
-    first, end = _own_rows(spec, pl.program_id(2), group_ref, tile_ref, first_ref, end_ref)
+    first, end = first_ref[pl.program_id(2)], end_ref[pl.program_id(2)]
 
     @pl.when(first >= end)
     def _():
@@ -84,12 +86,6 @@ def dw_kernel(spec: Grouped, group_ref, tile_ref, first_ref, end_ref, x_ref, dy_
     _each_part(spec, first, end, add)
 
 
-def _own_rows(spec: Grouped, visit, group_ref, tile_ref, first_ref, end_ref):
-    """From which to which of the tile's rows the group has: below 0 and past the tile where it has others' too."""
-    group, start = group_ref[visit], tile_ref[visit] * spec.block.T
-    return first_ref[group] - start, end_ref[group] - start
-
-
 def _each_part(spec: Grouped, first, end, body: Callable) -> None:
     """body(start, rows, counted, is_first) for each part of the tile that holds some rows from first to end.
 
@@ -98,20 +94,22 @@ def _each_part(spec: Grouped, first, end, body: Callable) -> None:
     low = divide(jnp.maximum(first, 0), ALIGN) * ALIGN
     length = jnp.where(first < end, jnp.minimum(end, spec.block.T) - low, 0)
 
-    def part(i, size):
-        counted = low + i * spec.tile
+    def part(done, size):
+        counted = low + done
         start = pl.multiple_of(jnp.minimum(counted, spec.block.T - size), ALIGN)
-        body(start, pl.ds(start, size), counted, i == 0)
+        body(start, pl.ds(start, size), counted, done == 0)
 
     def step(i, carry):
-        part(i, spec.tile)
+        part(i * spec.tile, spec.tile)
         return carry
 
-    shorter = spec.rest if spec.rest < spec.tile else 0
-    count = divide(length + (spec.tile - shorter - 1), spec.tile)
-    jax.lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
-    if shorter:
-        pl.when(length > count * spec.tile)(lambda: part(count, shorter))
+    # As many whole parts as leave no more than all the shorter ones hold.
+    done = divide(length + (spec.tile - sum(spec.rests) - 1), spec.tile) * spec.tile
+    jax.lax.fori_loop(jnp.int32(0), divide(done, spec.tile), step, jnp.int32(0))
+    for i, rows in enumerate(spec.rests):
+        needed = length > done + sum(spec.rests[i + 1 :])
+        pl.when(needed)(functools.partial(part, done, rows))
+        done = jnp.where(needed, done + rows, done)
 
 
 def _within(first, end, shape):

@@ -10,11 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import blocks
 from pallas_kernels.grouped_matmul.blocks import Problem
-from pallas_kernels.grouped_matmul.groups import bounds, visits
+from pallas_kernels.grouped_matmul.groups import Visits, visits
 from pallas_kernels.grouped_matmul.kernel import Grouped, dw_kernel, rows_kernel
 from pallas_kernels.matmul.blocks import KERNELS, Block, BlockSizes, vmem_limit
 from pallas_kernels.matmul.calls import refuse_what_pallas_cannot_take
-from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, divide, shape_like
+from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, shape_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Call:
         problem, block = self.problem, self.block(kernel)
         cut = blocks.cut(kernel, problem, block, self.chip)
         dims = (problem.T, problem.F, problem.D)
-        return Grouped(*dims, block, cut.rows, gated=False, columns=cut.columns, rest=cut.rest)
+        return Grouped(*dims, block, cut.rows, gated=False, columns=cut.columns, rests=cut.rests)
 
     def block(self, kernel: str) -> Block:
         """The caller's block, or one chosen."""
@@ -81,12 +81,11 @@ def rows_times_weights(call: Call, kernel: str, x, w_EDF, group_sizes_E):
     """The kernel "forward": y_TF of x_TD; "dx": dx_TD of dy_TF."""
     spec = call.spec(kernel)
     out, contracted = ("F", "D") if kernel == "forward" else ("D", "F")
-    block, E = spec.block, call.problem.E
+    block = spec.block
     block_out, block_contracted = getattr(block, out), getattr(block, contracted)
 
-    def x_map(o, v, c, group_ref, tile_ref, first_ref, end_ref):  # rows; where they are nobody's the same ones again
-        used = divide(jnp.maximum(end_ref[E - 1] - 1, 0), block.T)
-        return jnp.minimum(tile_ref[v], used), c
+    def x_map(o, v, c, group_ref, tile_ref, first_ref, end_ref, edges_ref):  # where rows are nobody's: the last again
+        return jnp.minimum(tile_ref[v], edges_ref[1]), c
 
     def w_map(o, v, c, group_ref, *_):  # a block of the group's weights
         return (group_ref[v], c, o) if kernel == "forward" else (group_ref[v], o, c)
@@ -94,15 +93,15 @@ def rows_times_weights(call: Call, kernel: str, x, w_EDF, group_sizes_E):
     def y_map(o, v, c, group_ref, tile_ref, *_):
         return tile_ref[v], o
 
-    first_E, end_E = bounds(group_sizes_E, spec.T)
-    group_V, tile_V, count = visits(first_E, end_E, spec.T, block.T, every="tile")
+    each = visits(group_sizes_E, spec.T, block.T, every="tile")
     return _pallas_call(
         call,
         kernel,
         functools.partial(rows_kernel, spec, out, contracted),
-        [group_V, tile_V, first_E, end_E, x, w_EDF],
+        each,
+        [x, w_EDF],
         # grid = (out // o, visits, contracted // c)
-        grid=(spec.steps(out), count, spec.steps(contracted)),
+        grid=(spec.steps(out), each.count, spec.steps(contracted)),
         in_specs=[
             pl.BlockSpec((block.T, block_contracted), x_map),
             pl.BlockSpec((None, block.D, block.F), w_map),
@@ -127,15 +126,15 @@ def weight_gradients(call: Call, x_TD, dy_TF, group_sizes_E):
     def dw_map(f, d, v, group_ref, *_):
         return group_ref[v], d, f
 
-    first_E, end_E = bounds(group_sizes_E, spec.T)
-    group_V, tile_V, count = visits(first_E, end_E, spec.T, block.T, every="group")
+    each = visits(group_sizes_E, spec.T, block.T, every="group")
     return _pallas_call(
         call,
         "dw",
         functools.partial(dw_kernel, spec),
-        [group_V, tile_V, first_E, end_E, x_TD, dy_TF],
+        each,
+        [x_TD, dy_TF],
         # grid = (F // f, D // d, visits)
-        grid=(spec.steps("F"), spec.steps("D"), count),
+        grid=(spec.steps("F"), spec.steps("D"), each.count),
         in_specs=[pl.BlockSpec((block.T, block.D), x_map), pl.BlockSpec((block.T, block.F), dy_map)],
         out_specs=pl.BlockSpec((None, block.D, block.F), dw_map),
         out_shape=shape_like((call.problem.E, spec.D, spec.F), x_TD.dtype, x_TD),
@@ -143,14 +142,14 @@ def weight_gradients(call: Call, x_TD, dy_TF, group_sizes_E):
     )
 
 
-def _pallas_call(call: Call, kernel_name, kernel, operands, *, out_shape, **grid_spec):
+def _pallas_call(call: Call, kernel_name, kernel, each: Visits, operands, *, out_shape, **grid_spec):
     problem = call.problem
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
             kernel,
             out_shape=out_shape,
-            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=4, **grid_spec),
+            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=5, **grid_spec),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit(call.chip)
             ),
@@ -161,4 +160,4 @@ def _pallas_call(call: Call, kernel_name, kernel, operands, *, out_shape, **grid
             ),
             interpret=call.interpret,
             name=f"grouped_matmul_{kernel_name}",
-        )(*operands)
+        )(each.group_V, each.tile_V, each.first_V, each.end_V, each.edges_2, *operands)

@@ -1,13 +1,17 @@
-"""Block sizes of the matmul kernels: per TPU generation, the fastest by a model of cycles, within one of VMEM."""
+"""Block sizes of the matmul kernels: per TPU generation, measured ones (tuned.json), else the fastest by a model of
+cycles, within one of VMEM."""
 
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
+from pallas_kernels import tuned
 from pallas_kernels.runtime import CHIPS, Chip
 
+OP = "matmul"  # in tuned.json
 LANES = 128
 KERNELS = ("forward", "dx", "dw")
 
@@ -72,7 +76,27 @@ _MOST = tuple(LANES << i for i in range(8))
 
 def choose(kernel: str, problem: Problem, chip: Chip | None) -> Block:
     """The block of a kernel ("forward", "dx" or "dw") on `chip` (None, where kernels are interpreted: as on v5e)."""
-    return _choose(kernel, problem, chip or CHIPS["v5e"])
+    return measured(OP, kernel, problem, chip, vmem_bytes) or _choose(kernel, problem, chip or CHIPS["v5e"])
+
+
+def shape_key(kernel: str, problem: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """(exact, near) of an entry of tuned.json, for a kernel of this problem or a grouped one."""
+    values = dataclasses.asdict(problem)
+    near: dict[str, int] = {str(name): values.pop(name) for name in "TFDE" if name in values}
+    return {"kernel": kernel, **values}, near
+
+
+def measured(op: str, kernel: str, problem: Any, chip: Chip | None, needs: Callable[..., int]) -> Block | None:
+    """The block that was measured for such a problem, fitted to its dims; None where there is none or it can't be."""
+    exact, near = shape_key(kernel, problem)
+    found = tuned.nearest(op, chip, exact, near)
+    if found is None or chip is None:
+        return None
+    block = Block(**found.sizes)
+    if found.near != near:
+        block = Block(*(_block(near[dim], size) for dim, size in found.sizes.items()))
+    bad = any(size < 1 or size % LANES for size in dataclasses.astuple(block))
+    return None if bad or needs(kernel, problem, block, chip) > SHARE * chip.vmem_bytes else block
 
 
 @functools.cache
@@ -206,7 +230,8 @@ def vmem_limit(chip: Chip | None) -> int:
 
 def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | None) -> None:
     """Raises ValueError for a block that can't be: what is wrong, the limit, and a block that fits."""
-    check_block(op, kernel, block, chip, lambda b: vmem_bytes(kernel, problem, b, chip), choose(kernel, problem, chip))
+    best = _choose(kernel, problem, chip or CHIPS["v5e"])
+    check_block(op, kernel, block, chip, lambda b: vmem_bytes(kernel, problem, b, chip), best)
 
 
 def check_block(

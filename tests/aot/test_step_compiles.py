@@ -45,6 +45,10 @@ STEPS = {
         *("v5e:2x2", "mesh.fsdp=1", "mesh.context=-1", "mesh.context_method=ring", "data.seq_len=1024"),
         *("data.batch_size=1", "data.packing=false", "model.remat=none", "model.num_layers=2"),
     ),
+    "experts": step(
+        *("v5e:2x2", "mesh.expert=2", "model.num_layers=1", "model.num_experts=4", "model.expert_dim=128"),
+        *("model.remat=none", "data.batch_size=16"),
+    ),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "too large": step("v5e:1x1", PLAIN, "data.batch_size=40000", "model.remat=none"),
 }
@@ -64,7 +68,7 @@ def answers(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context"])
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context", "experts"])
 def test_step_compiles_and_its_memory_adds_up(answers, name):
     answer = answers[name]
     report = table.Report(STEPS[name].topology, STEPS[name].num_slices, answer)
@@ -119,6 +123,18 @@ def test_traffic_between_slices_is_told_from_traffic_within(answers):
     assert () in by_axes or ("data",) in by_axes
     assert {tuple(c["axes"]) for c in answers["v5e"]["collectives"]} == {("fsdp",)}
     assert {"tensor", "fsdp"} <= {axis for c in answers["v5p"]["collectives"] for axis in c["axes"]}
+
+
+@pytest.mark.slow
+def test_experts_rows_are_exchanged_raggedly_and_their_products_counted_as_if_loads_were_even(answers):
+    answer, tokens, D, F, k = answers["experts"], 512, 256, 128, 2
+    ragged = [c for c in answer["collectives"] if c["kind"] == "ragged-all-to-all"]
+    assert [(c["axes"], c["bytes"]) for c in ragged] == [(["expert"], tokens * k * D * 2)] * 4  # both ways, and back
+    wanted = {"grouped_matmul_forward": 3, "grouped_matmul_dx": 3, "grouped_matmul_dw": 3}
+    assert {name: n for name, n in answer["kernels"].items() if "grouped" in name} == wanted
+    attention = (2 + 5) * 2 * 128 * (2 * 128 * 129 / 2) * 4
+    # Three products of each of a token's experts, and the head with its logits twice: forward, dx and dw of each.
+    assert answer["kernel_flops"] == attention + tokens * (6 * 3 * D * F * k + 8 * 512 * D)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_cases import abstract_like, state_of, steps_in
 
 from tpu_train import data, precision
-from tpu_train.checkpoint import PARTS, Checkpoints, SaveFailed, refuse_other_run
+from tpu_train.checkpoint import PARTS, Checkpoints, SaveFailed, refuse_other_run, store
 from tpu_train.config import Config, UserError, apply_override
 from tpu_train.sharding import P
 from tpu_train.train_step import abstract_state, init_state
@@ -56,7 +56,7 @@ def test_what_is_no_checkpoint_is_never_taken_for_one_nor_counted_nor_deleted(tm
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
         save(checkpoints, 1)
         save(checkpoints, 2)
-    (folder / "9.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (folder / "9.unfinished.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     for name in ("7", "8", "9"):
         (folder / name).mkdir()
     (folder / "8" / "state").mkdir()
@@ -123,11 +123,11 @@ def test_what_orbax_is_given_has_memory_of_its_own(tmp_path, save, mesh_of, monk
     state = {"w": jax.device_put(np.ones(64, np.float32), jax.NamedSharding(mesh_of(fsdp=devices), P("fsdp")))}
     given = []
     with Checkpoints(tmp_path, keep_last=1) as checkpoints:
-        write = checkpoints._orbax.save_checkpointables_async
+        write = store.ocp.save_checkpointables_async
         monkeypatch.setattr(
-            checkpoints._orbax,
+            store.ocp,
             "save_checkpointables_async",
-            lambda step, parts, **options: given.append(parts["state"]) or write(step, parts, **options),
+            lambda path, parts, **options: given.append(parts["state"]) or write(path, parts, **options),
         )
         save(checkpoints, 1, state)
         pointers = [
@@ -239,7 +239,7 @@ def failing(tmp_path, save, monkeypatch):
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
         save(checkpoints, 1)
     checkpoints = Checkpoints(tmp_path, keep_last=2)
-    monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", lambda *args, **options: Failing())
+    monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda *args, **options: Failing())
     return checkpoints
 
 
@@ -279,20 +279,26 @@ def test_a_save_that_can_not_start_is_told_in_one_line(failing, save, monkeypatc
     def refuse(*args, **options):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(failing._orbax, "save_checkpointables_async", refuse)
+    monkeypatch.setattr(store.ocp, "save_checkpointables_async", refuse)
     with pytest.raises(SaveFailed, match=r"saving step 2 in .* failed: \[Errno 13\] Permission denied"):
         save(failing, 2)
 
 
 def test_leaving_waits_for_the_save_but_not_after_an_interrupt(tmp_path, save, monkeypatch):
-    finished = threading.Event()
+    allowed, finished = threading.Event(), threading.Event()
     checkpoints = Checkpoints(tmp_path, keep_last=1)
+    write = store.ocp.save_checkpointables_async
 
     class Slow:
+        def __init__(self, *args, **options):
+            self.saving = write(*args, **options)
+
         def result(self):
+            allowed.wait(60)
+            self.saving.result()
             finished.set()
 
-    monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", lambda *args, **options: Slow())
+    monkeypatch.setattr(store.ocp, "save_checkpointables_async", Slow)
 
     def interrupt():
         with checkpoints:
@@ -302,9 +308,12 @@ def test_leaving_waits_for_the_save_but_not_after_an_interrupt(tmp_path, save, m
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert not finished.is_set()
+    assert steps_in(tmp_path) == []
+    allowed.set()
     with checkpoints:
         save(checkpoints, 2)
     assert finished.is_set()
+    assert steps_in(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "."])

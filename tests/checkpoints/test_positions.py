@@ -49,7 +49,8 @@ def test_all_positions_are_given_by_process(by_three):
 def test_the_same_number_of_processes_gets_each_its_own(tmp_path, save, batches):
     with Checkpoints(tmp_path, keep_last=1) as checkpoints:
         save(checkpoints, 1)
-    assert restore(tmp_path, ManyIterator()) == batches.get_state()
+    assert restore(tmp_path, Iterator()) == batches.get_state()
+    assert restore(tmp_path, ManyIterator()) == [batches.get_state()]
 
 
 def test_an_iterator_that_takes_no_others_refuses_in_one_line(by_three):

@@ -48,19 +48,19 @@ def restored(checkpoints, step):
 
 
 def flip(path, at=0.5):
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes() or b"x")
     content[int(at * (len(content) - 1))] ^= 1
     path.write_bytes(content)
 
 
 def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-1] if path.stat().st_size else b"x")
 
 
-def test_the_manifest_names_every_file_but_itself_and_orbaxs_last_mark(two_saved):
+def test_the_manifest_names_every_file_but_itself(two_saved):
     folder = two_saved / "checkpoints" / "2"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
-    assert sorted({*listed, "manifest.json", "commit_success.txt"}) == files_of(folder)
+    assert sorted({*listed, "manifest.json"}) == files_of(folder)
     assert {name.split("/")[0] for name in listed} >= set(PARTS)
 
 
@@ -88,7 +88,7 @@ def test_harm_to_any_file_is_found_and_the_one_before_is_used(two, harm, capsys)
 def test_any_flipped_bit_is_found(two_saved, tmp_path_factory, draw):
     folder = two_saved / "checkpoints" / "2"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
-    name = draw.draw(st.sampled_from([name for name in listed if name != "_CHECKPOINT_METADATA"]))
+    name = draw.draw(st.sampled_from([name for name, (size, _) in listed.items() if size]))
     content = bytearray((folder / name).read_bytes())
     content[draw.draw(st.integers(0, len(content) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "2")
@@ -97,13 +97,22 @@ def test_any_flipped_bit_is_found(two_saved, tmp_path_factory, draw):
         manifest.check(copy)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "7", '{"format": 2}', '{"format": 2, "files": {"a": 1}}'])
+BAD = ["", "{", "[]", "7", '{"format": 2}', {"format": 2, "files": {"a": 1}}, {"format": 2, "files": {"a": [1, 2, 3]}}]
+
+
+@pytest.mark.parametrize("content", [None, "flip", *BAD])
 def test_a_checkpoint_without_a_good_manifest_is_a_torn_one(two, content, capsys):
     path = two / "checkpoints" / "2" / "manifest.json"
-    path.unlink() if content is None else path.write_text(content)
+    if content is None:
+        path.unlink()
+    elif content == "flip":
+        path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    else:
+        sealed = isinstance(content, dict) and json.dumps(content | {"checksum": manifest._checksum(content)})
+        path.write_text(sealed or content)
     with Checkpoints(two, keep_last=None) as checkpoints:
         assert checkpoints.latest() == 1
-    assert "checkpoints/2 is damaged and skipped: manifest.json is" in capsys.readouterr().err
+    assert "checkpoints/2 is damaged and skipped: manifest.json " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"custom_metadata": 7, "item_handlers": {"state": "os.system"}}'])
@@ -113,6 +122,20 @@ def test_hostile_metadata_neither_stops_a_run_nor_is_read(two, save, content):
         assert checkpoints.latest() == 1
         save(checkpoints, 3)
     assert steps_in(two) == [1, 2, 3]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_none(two, monkeypatch):
+    read = Path.read_bytes
+
+    def late(path):
+        if path.name == "manifest.json" and path.parent.name == "1":
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", late)
+    with Checkpoints(two, keep_last=None) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert checkpoints.steps() == [2]
 
 
 def test_none_good_is_an_error_and_no_fresh_start(two):
@@ -142,6 +165,22 @@ def test_a_damaged_newer_step_makes_room_when_training_reaches_it_again(two, sav
         np.testing.assert_array_equal(restored(checkpoints, 2), np.full(4, 20.0))
 
 
+@pytest.mark.parametrize("name", ["3.unfinished.orbax-checkpoint-tmp", "3.unfinished", "3.orbax-checkpoint-tmp"])
+def test_what_a_killed_save_leaves_is_no_checkpoint_and_goes_at_the_next_start(two, save, name):
+    folder = two / "checkpoints"
+    shutil.copytree(folder / "2", folder / name)
+    with Checkpoints(two, keep_last=None) as checkpoints:
+        assert checkpoints.latest() == 2
+        with pytest.raises(UserError, match="no checkpoint of step 3; it has 1, 2"):
+            checkpoints.find(3)
+    assert (folder / name / "manifest.json").exists()
+    with Checkpoints(two, keep_last=2) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert not (folder / name).exists()
+        save(checkpoints, 3)
+    assert steps_in(two) == [2, 3]
+
+
 def test_a_good_checkpoint_of_that_step_is_not_written_again(two, save):
     with Checkpoints(two, keep_last=2) as checkpoints:
         save(checkpoints, 2, state_of(20))
@@ -158,7 +197,9 @@ def test_damaged_ones_are_not_counted_among_those_kept(two, save):
 
 def test_a_newer_format_is_refused_in_one_line(two):
     path = two / "checkpoints" / "2" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    content = json.loads(path.read_text()) | {"format": 3}
+    del content["checksum"]
+    path.write_text(json.dumps(content | {"checksum": manifest._checksum(content)}))
     with pytest.raises(UserError, match=r"checkpoints/2 is of format 3, this version reads formats up to 2; take a"):
         Checkpoints(two, keep_last=2)
 

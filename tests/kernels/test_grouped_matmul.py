@@ -135,8 +135,9 @@ def test_any_shapes_match_float64_in_kernels():
 )
 @settings(max_examples=60, deadline=None)
 def test_visits_are_those_that_a_loop_finds(sizes, num_rows, tile, every):
-    first_E, end_E = (np.asarray(x) for x in _bounds(jnp.asarray(sizes, jnp.int32), num_rows))
-    group_V, tile_V, count = _visits(first_E, end_E, num_rows, tile, every)
+    sizes_E = jnp.asarray(sizes, jnp.int32)
+    first_E, end_E = (np.asarray(x) for x in _bounds(sizes_E, num_rows))
+    got = _visits(sizes_E, num_rows, tile, every)
     wanted = []
     for e, (first, end) in enumerate(zip(first_E, end_E, strict=True)):
         wanted += [(e, t) for t in range(first // tile, -(-end // tile)) if first < end]
@@ -145,13 +146,16 @@ def test_visits_are_those_that_a_loop_finds(sizes, num_rows, tile, every):
     if every == "tile":
         e = max([e for e, _ in wanted], default=0)
         wanted += [(e, t) for t in range(-(-end_E[-1] // tile), -(-num_rows // tile))]
-    assert len(group_V) == len(tile_V) == most_visits(num_rows, 6, tile) >= count
-    assert work(num_rows, sizes, tile, 128, 128, every).visits == count
-    assert list(zip(group_V.tolist(), tile_V.tolist(), strict=True))[: int(count)] == wanted
+    count = int(got.count)
+    assert len(got.group_V) == most_visits(num_rows, 6, tile) >= count == len(wanted)
+    assert list(zip(got.group_V.tolist(), got.tile_V.tolist(), strict=True))[:count] == wanted
+    rows = [(int(first_E[e] - t * tile), int(end_E[e] - t * tile)) for e, t in wanted]
+    assert list(zip(got.first_V.tolist(), got.end_V.tolist(), strict=True))[:count] == rows
+    assert work(num_rows, sizes, tile, (128,), every).visits == count
 
 
 _bounds = jax.jit(bounds, static_argnums=1)
-_visits = jax.jit(visits, static_argnums=(2, 3, 4))
+_visits = jax.jit(visits, static_argnums=(1, 2, 3))
 
 
 def test_any_shapes_match_float64():

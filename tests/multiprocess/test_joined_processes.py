@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -87,18 +88,18 @@ def test_two_processes_have_the_losses_of_one(whole, made, mesh_of):
 
     two = mesh_of(data=2)
     vocab = made.model.vocab_size
-    shards = [data.train_batches(made.data, vocab_size=vocab, process_index=i, process_count=2) for i in range(2)]
+    batches = data.train_batches(made.data, vocab_size=vocab)  # of one process: the rows are the same
     sharding = jax.NamedSharding(two, SPECS["ABT"])
     state, step = init_state(made, CPU), make_train_step(made, CPU)
     wanted, validation = [], {}
     for number in range(1, STEPS + 1):
-        rows = [next(shard) for shard in shards]
-        batch = {name: np.concatenate([rows[0][name], rows[1][name]])[None] for name in rows[0]}
+        batch = {name: array[None] for name, array in next(batches).items()}
         state, values = step(state, jax.device_put(batch, sharding))
         wanted.append((float(values["loss"]), float(values["grad_norm"])))
         if number % 30 == 0:
-            batches = data.validation_batches(made.data, vocab_size=vocab)
-            validation[number] = evaluate(make_eval_step(CPU), state.model, batches, two)
+            held_out = data.validation_batches(made.data, vocab_size=vocab)
+            validation[number] = evaluate(make_eval_step(CPU), state.model, held_out, two)
+    batches.close()
     lines = metrics.read(workdir)
     got = [(line["loss"], line["grad_norm"]) for line in lines]
     np.testing.assert_allclose(got, wanted, rtol=2e-4)
@@ -154,17 +155,70 @@ def test_sigterm_then_a_killed_process_change_no_bit(start, whole, tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
+REFUSING = """
+import importlib.util
+from tpu_train.checkpoint import manifest
+
+spec = importlib.util.spec_from_file_location("real", {real!r})
+real = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+
+
+def config():
+    return real.config()
+
+
+def refuse(*parts):
+    raise OSError(28, "No space left on device")
+
+
+manifest.write = refuse
+"""
+
+
+def test_a_background_save_that_fails_in_one_process_ends_the_run_at_once_with_the_reason(made, cache, tmp_path):
+    refusing = tmp_path / "refusing.py"
+    refusing.write_text(REFUSING.format(real=str(made[1])))
+    child = Child(refusing, tmp_path / "run", cache, "--processes=2", "--set=run.steps=100000")
+    child.read_to_step(20)
+    began = time.monotonic()
+    assert child.finish() == 1
+    assert time.monotonic() - began < 60
+    folder = tmp_path / "run" / "checkpoints"
+    reason = f"tpu-train: saving step 20 in {folder} failed: [Errno 28] No space left on device; kept: no checkpoint"
+    assert child.err.splitlines() == [
+        reason,
+        "tpu-train: process 0 of 2 failed with exit code 1; the others were stopped",
+    ]
+    assert saved_steps(tmp_path / "run") == []
+
+
 def last_arrays(workdir):
     with Checkpoints(workdir, keep_last=None) as checkpoints:
         wanted = abstract_state(checkpoints.saved_config(STEPS), CPU)
         return [np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, wanted))]
 
 
-def test_another_number_of_processes_can_not_continue_the_run(whole, made, capfd, monkeypatch):
+def test_another_number_of_processes_continues_with_the_same_batches(whole, made, tmp_path, capfd, monkeypatch):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole[1], workdir)
+    for step in (40, 60):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
     monkeypatch.setattr(mesh, "make_mesh", functools.partial(mesh.make_mesh, devices=jax.devices()[:1]))
-    flags = [f"--config={made[1]}", f"--workdir={whole[1]}", "--set=run.steps=70"]
-    assert main.main(["tpu-train", "train", *flags]) == 2
-    assert "was saved by 2 process(es), this run has 1; records would be lost" in capfd.readouterr().err
+    assert main.main(["tpu-train", "train", f"--config={made[1]}", f"--workdir={workdir}"]) == 0
+    said = capfd.readouterr().out
+    assert f"continuing from step 20 in {workdir}" in said
+    assert steps_logged(workdir) == list(range(1, STEPS + 1))
+    for a, b in zip(losses(workdir).values(), losses(whole[1]).values(), strict=True):
+        assert a[:2] == pytest.approx(b[:2], rel=2e-4)
+    # The counts of both processes go on as one.
+    begun = sum(position_of(whole[1], i, 2)["counts"][0] for i in range(2))
+    assert position_of(workdir, 0, 1)["counts"][0] == begun
+    assert f"data: {begun} documents begun, " in said
+
+
+def position_of(workdir, index, count):
+    return json.loads((workdir / "checkpoints" / str(STEPS) / "data" / f"process_{index}-of-{count}.json").read_text())
 
 
 def place_of(pid):

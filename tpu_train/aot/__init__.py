@@ -105,9 +105,10 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def source_hash(root: Path) -> str:
-    """Of every Python file of our two packages under `root`."""
+    """Of every Python file of our two packages under `root`, and of the table of tuned block sizes."""
     total = hashlib.sha256()
-    for path in sorted(path for room in ("pallas_kernels", "tpu_train") for path in (root / room).rglob("*.py")):
+    files = [path for room in ("pallas_kernels", "tpu_train") for path in (root / room).rglob("*.py")]
+    for path in sorted([*files, *(root / "pallas_kernels").glob("*.json")]):
         total.update(f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 

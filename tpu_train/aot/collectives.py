@@ -103,11 +103,14 @@ def _done(body: tuple[Instruction, ...], start: int) -> int | None:
 
 
 def _payload(module: Module, computation: str, inner: Instruction, kind: str, wrapped: bool) -> int:
-    """Bytes of the whole array: what a gather makes, what a reduction takes."""
-    if kind == "reduce-scatter" or kind in BETWEEN_SLICES:
+    """Bytes of the whole array: what a gather makes, what a reduction takes; of a ragged exchange, whose one side has
+    room for the worst case, the other."""
+    if kind in ("reduce-scatter", "ragged-all-to-all", *BETWEEN_SLICES):
         home = next(body for body in module.computations.values() if inner in body) if wrapped else None
         body = home or module.computations[computation]
         shapes = {instruction.name: instruction.arrays for instruction in body}
+        if kind == "ragged-all-to-all":
+            return min(shapes[name][0].content_bytes for name in inner.operands[:2])
         return sum(array.content_bytes for name in inner.operands for array in shapes[name] if array.dtype != "token")
     arrays = inner.arrays
     if inner.op.endswith("-start") and kind in ("all-gather", "collective-permute"):

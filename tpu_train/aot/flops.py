@@ -19,7 +19,9 @@ ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 
 def count(jaxpr: Any, devices: int, model: ModelConfig, rows_filled: float = 1.0) -> dict[str, Any]:
     """{"xla_flops": of dot_general, "kernel_flops": of the Pallas kernels, "kernels": {name: runs}}.
 
-    `rows_filled`: how many of the rows that a grouped product has room for come, on average. A kernel that ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess.
+    `rows_filled`: of the rows that a grouped product has room for, how many come on average. A kernel that
+    ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess. Raises UserError
+    where experts' products are loops of XLA's.
     """
     xla, kernel = 0.0, 0.0
     kernels: dict[str, float] = {}

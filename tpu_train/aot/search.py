@@ -61,16 +61,20 @@ def search(
 def meshes(config: Config, devices: int, num_slices: int) -> Iterator[MeshConfig]:
     """Those that divide the devices, the model and the batch: `data` over the slices, the rest to `fsdp`.
 
-    `context` stays as the config has it.
+    `context` and `expert` stay as the config has them.
     """
-    model, context = config.model, max(config.mesh.context, 1)
+    model, context, expert = config.model, max(config.mesh.context, 1), max(config.mesh.expert, 1)
+    width = model.expert_size if model.num_experts else model.mlp_dim
     for tensor in TENSOR:
-        fsdp, left = divmod(devices, num_slices * context * tensor)
-        if left or config.data.batch_size % (num_slices * fsdp) or model.model_dim % (fsdp * context):
+        fsdp, left = divmod(devices, num_slices * context * expert * tensor)
+        rows, parts = num_slices * expert * fsdp, expert * fsdp * context
+        if left or config.data.batch_size % rows or model.model_dim % parts:
             continue
-        if any(n % tensor for n in (model.num_heads, model.kv_heads, model.mlp_dim, model.vocab_size)):
+        if any(n % tensor for n in (model.num_heads, model.kv_heads, width, model.vocab_size)):
             continue
-        yield MeshConfig(num_slices, fsdp, tensor, context, config.mesh.context_method)
+        yield dataclasses.replace(
+            config.mesh, data=num_slices, fsdp=fsdp, tensor=tensor, context=context, expert=expert
+        )
 
 
 def settings(config: Config, base: Config) -> str:

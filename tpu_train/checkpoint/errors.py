@@ -20,7 +20,7 @@ class SaveFailed(Exception):
         self.by_storage = by_storage
 
 
-def reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of its message; of TensorStore's long ones the system's own error."""
     if found := re.search(r"os_error_code='(\d+)'", str(error)):
         return f"[Errno {found[1]}] {os.strerror(int(found[1]))}"

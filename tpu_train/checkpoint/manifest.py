@@ -1,6 +1,6 @@
 """What makes a checkpoint good: every file it was saved with, of the size and checksum that it had then.
 
-manifest.json is written once all other files are, before Orbax renames the folder to its step, so a folder of that name
+manifest.json is written once all other files are, before the folder is renamed to its step, so a folder of that name
 without one is torn or from before manifests. CRC-32 finds what disks, copies and edits do to files; it is no defence
 against somebody who writes a new manifest too.
 """
@@ -18,7 +18,6 @@ from tpu_train.config import UserError
 PARTS = ("state", "data", "config")
 FILE_NAME = "manifest.json"
 FORMAT = 2  # in Orbax's metadata too; 1 had no manifest
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
 _CHUNK = 1 << 22  # bytes
 
 
@@ -29,9 +28,9 @@ class Damaged(Exception):
 def write(folder: Path, validation_loss: float | None) -> None:
     """Writes FOLDER/manifest.json over all files that are there, to disk and not only to its cache."""
     files = {name: [size, checksum] for name, size, checksum in map(_measure(folder), sorted(_names(folder)))}
-    text = json.dumps({"format": FORMAT, "validation_loss": validation_loss, "files": files})
+    content = {"format": FORMAT, "validation_loss": validation_loss, "files": files}
     with (folder / FILE_NAME).open("w") as file:
-        file.write(text)
+        file.write(json.dumps(content | {"checksum": _checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -45,22 +44,28 @@ def read(folder: Path) -> dict[str, Any] | None:
     if missing:
         raise Damaged(f"it lacks {', '.join(missing)}")
     if not (folder / FILE_NAME).exists():
-        if _orbax_metadata(folder).get("custom_metadata"):
+        if _has_a_format(folder):
             raise Damaged(f"{FILE_NAME} is missing")
         return None
     try:
         manifest = json.loads((folder / FILE_NAME).read_bytes())
-        version, files = manifest["format"], {name: tuple(found) for name, found in manifest["files"].items()}
+        if manifest.pop("checksum") != _checksum(manifest):
+            raise Damaged(f"{FILE_NAME} has another checksum than was saved")
+        version, files = manifest["format"], manifest["files"]
+        sizes = {name: size for name, (size, _) in files.items()}
+    except OSError as error:
+        raise Damaged(f"{FILE_NAME} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{FILE_NAME} is no manifest") from None
     if version != FORMAT:
         raise UserError(f"{folder} is of format {version}, this version reads formats up to {FORMAT}; take a newer one")
-    for name, (size, _) in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{name} is missing")
-        if name != _ORBAX_METADATA and path.stat().st_size != size:
-            raise Damaged(f"{name} has {path.stat().st_size} bytes, {size} were saved")
+    for name, size in sizes.items():
+        try:
+            there = (folder / name).stat().st_size
+        except (OSError, ValueError):
+            raise Damaged(f"{name} is missing") from None
+        if there != size:
+            raise Damaged(f"{name} has {there} bytes, {size} were saved")
     return manifest
 
 
@@ -85,9 +90,6 @@ def _measure(folder: Path) -> Any:
     """name -> (name, size, checksum) of a file in `folder`."""
 
     def measure(name: str) -> tuple[str, int, int]:
-        if name == _ORBAX_METADATA:
-            content = json.dumps(_orbax_metadata(folder), sort_keys=True).encode()
-            return name, len(content), zlib.crc32(content)
         size = checksum = 0
         try:
             with (folder / name).open("rb") as file:
@@ -100,14 +102,16 @@ def _measure(folder: Path) -> Any:
     return measure
 
 
-def _orbax_metadata(folder: Path) -> dict[str, Any]:
-    """Without the time of the commit, which Orbax adds after the manifest is written."""
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _has_a_format(folder: Path) -> bool:
+    """Whether it was saved with a manifest."""
     try:
-        metadata = json.loads((folder / _ORBAX_METADATA).read_bytes())
-        metadata.pop("commit_timestamp_nsecs", None)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"{_ORBAX_METADATA} can't be read") from None
-    return metadata
+        return bool(json.loads((folder / "_CHECKPOINT_METADATA").read_bytes()).get("custom_metadata"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        raise Damaged("_CHECKPOINT_METADATA can't be read") from None
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -2,43 +2,41 @@
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
 
 class Kept:
-    """Orbax's preservation policy: of the good checkpoints the newest, those of every n-th step and the best.
+    """Which checkpoints are kept: the `last` newest, those at a multiple of `every` steps and the `best` on validation.
 
-    `losses` has the validation loss of each that has one, `damaged` the steps that are not to be touched; both may
-    change. A checkpoint without a validation loss is never among the best.
+    0 turns a rule off. A checkpoint without a validation loss is never among the best.
     """
 
-    def __init__(self, last: int | None, every: int, best: int, losses: Mapping[int, float], damaged: Collection[int]):
+    def __init__(self, last: int | None, every: int, best: int):
         policies = ocp.training.preservation_policies
-        self._losses, self._damaged, self._best = losses, damaged, best
+        self._best = best
         self._newest = policies.LatestN(last)
         self._every = policies.EveryNSteps(every) if every else None
         self._lowest = policies.BestN(get_metric_fn=lambda loss: loss, reverse=True, n=best)
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = sorted({c.step for c in checkpoints} - set(self._damaged))
-        good = [SimpleNamespace(step=step, metrics=self._losses.get(step)) for step in steps]
-        validated = [c for c in good if c.metrics is not None]
-        kept = set(self._damaged)
-        for policy, those in ((self._newest, good), (self._every, good), (self._lowest, validated)):
+    def of(self, steps: Collection[int], losses: Mapping[int, float]) -> set[int]:
+        """Those of `steps` that are kept; `losses` has the validation loss of each that has one."""
+        all_of_them = [SimpleNamespace(step=step, metrics=losses.get(step)) for step in sorted(steps)]
+        validated = [c for c in all_of_them if c.metrics is not None]
+        kept = set()
+        for policy, those in ((self._newest, all_of_them), (self._every, all_of_them), (self._lowest, validated)):
             if policy is not None:
-                keep = policy.should_preserve(those, context=context)
+                keep = policy.should_preserve(those, context=None)
                 kept |= {c.step for c, yes in zip(those, keep, strict=True) if yes}
-        return [c.step in kept for c in checkpoints]
+        return kept
 
-    def is_best(self, loss: float | None) -> bool:
+    def is_best(self, loss: float | None, losses: Mapping[int, float]) -> bool:
         """Whether a checkpoint of this validation loss would be kept for it."""
         if loss is None or not math.isfinite(loss) or not self._best:
             return False
-        best = sorted(self._losses.values())[: self._best]
+        best = sorted(losses.values())[: self._best]
         return len(best) < self._best or loss <= best[-1]
 
 

@@ -76,10 +76,10 @@ def check_same_arrays(wanted: dict[str, Any], saved: dict[str, Any], where: Path
 def set_position(data: Any, where: Path) -> None:
     """Continues `data`, a batch iterator, from the positions saved in `where`.
 
-    Each process saves what its get_state() gives, in a file that Grain names after it. The same number of processes
-    takes them back one by one with set_state(); another number all of them, by process, with set_states(list), if
-    `data` has that method. (Processes whose devices hold the same rows have saved the same one.) Raises UserError where
-    it has none, or a file is missing.
+    Each process saves what its get_state() gives, in a file that Grain names after it. `data` is given all of them, by
+    process, with set_states(list), since another number of processes or another mesh gives a process other rows.
+    (Processes whose devices hold the same rows have saved the same one.) Without that method each process takes its own
+    back with set_state(), if they are as many as then. Raises UserError where they are not, or a file is missing.
     """
     files = {}
     for path in (where / "data").iterdir():
@@ -90,10 +90,10 @@ def set_position(data: Any, where: Path) -> None:
     if missing:
         raise UserError(f"{where} lacks the data position of process {missing[0]} of {count}")
     positions = [json.loads(files[index, count].read_bytes()) for index in range(count)]
-    if count == jax.process_count():
-        data.set_state(positions[jax.process_index()])
-    elif hasattr(data, "set_states"):
+    if hasattr(data, "set_states"):
         data.set_states(positions)
+    elif count == jax.process_count():
+        data.set_state(positions[jax.process_index()])
     else:
         raise UserError(
             f"{where} was saved by {count} process(es), this run has {jax.process_count()}; records would be "

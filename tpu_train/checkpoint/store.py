@@ -2,13 +2,17 @@
 
 WORKDIR/checkpoints/<step> appears by a rename once all of it and its manifest are written, so a killed save is never
 taken for a checkpoint. Saves run in the background; the error of one that failed is raised by the next call here.
+Orbax's own Checkpointer is not used for it: of several processes, the one whose save fails would tell nobody, but wait
+at a barrier for the others, and it would delete old steps before we have read the new one back.
 """
 
 import contextlib
 import errno
 import math
+import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,12 @@ from orbax.checkpoint import v1 as ocp
 from tpu_train import config as config_lib
 from tpu_train import processes
 from tpu_train.checkpoint import manifest
-from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason, warn
+from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason_of, warn
 from tpu_train.checkpoint.policies import Kept
 from tpu_train.checkpoint.restore import check_same_arrays, for_writing, set_position, to_flat
 from tpu_train.config import Config, UserError
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's name of a folder until it's complete
+_UNFINISHED = ".unfinished"  # of a folder's name until its manifest is there; while Orbax writes, more follows
 
 
 class Checkpoints:
@@ -48,27 +52,13 @@ class Checkpoints:
         self._verified: set[int] = set()
         self._losses: dict[int, float] = {}  # on validation
         self._scan()
-        self._kept = Kept(keep_last, keep_every, keep_best, self._losses, self.damaged)
-        self._orbax: Any = None if keep_last is None else self._open()
-        self._pending: tuple[int, Any] | None = None
-        self._saving = 0  # the step of the newest save
-        self._failed = False
-
-    def _open(self) -> Any:
-        def write_manifest() -> None:  # no method: Orbax copies its options deeply, and this object with it
-            manifest.write(self.directory / f"{self._saving}{_UNFINISHED}", self._losses.get(self._saving))
-
-        context = ocp.Context()
-        # Called in process 0 when all processes have written, before it renames the folder.
-        context.asynchronous.post_finalization_callback = write_manifest
-        return ocp.training.Checkpointer(
-            self.directory,
-            context=context,
-            save_decision_policy=ocp.training.save_decision_policies.AnySavePolicy([]),
-            preservation_policy=self._kept,
-            cleanup_tmp_directories=True,
-            lightweight_initialize=True,  # else it stops at damaged metadata
-        )
+        self._kept = Kept(keep_last, keep_every, keep_best)
+        self._pending: tuple[int, Future] | None = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        if keep_last is not None and jax.process_index() == 0:
+            for folder in self.directory.iterdir():
+                if re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -82,14 +72,6 @@ class Checkpoints:
             if exception is None:
                 raise
             exception.add_note(str(failed))
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._orbax is not None:
-            # After a failed save Orbax would raise its error once more.
-            with contextlib.suppress(*[Exception] if self._failed else []):
-                self._orbax.close()
 
     def latest(self) -> int | None:
         """The newest good step, None if there is no checkpoint at all; damaged ones are passed over with a warning.
@@ -121,13 +103,17 @@ class Checkpoints:
         if reason:
             raise UserError(f"{self.directory / str(step)} is damaged: {reason}")
         if step not in self._steps:
-            there = ", ".join(map(str, sorted(self._steps)))
+            there = ", ".join(map(str, self.steps()))
             raise UserError(f"{self.directory} has no checkpoint of step {step}; it has {there or 'none'}")
         return step
 
+    def steps(self) -> list[int]:
+        """The steps that are there and good as far as is known, in order."""
+        return sorted(self._steps)
+
     @property
     def newest(self) -> int | None:
-        """The newest step that is there and good as far as is known."""
+        """The newest of `steps` whose folder is still there."""
         return max((step for step in self._steps if (self.directory / str(step)).is_dir()), default=None)
 
     def kept(self) -> str:
@@ -141,7 +127,7 @@ class Checkpoints:
 
     def is_best(self, validation_loss: float | None) -> bool:
         """Whether a checkpoint of this validation loss would be kept for it."""
-        return self._kept.is_best(validation_loss)
+        return self._kept.is_best(validation_loss, self._losses)
 
     def save(self, step: int, state: Any, data: Any, config: Config, validation_loss: float | None = None) -> None:
         """Starts saving `step`; returns once the values are copied, so `state` may then be donated.
@@ -154,20 +140,15 @@ class Checkpoints:
             return
         arrays = jax.tree.map(for_writing, to_flat(state))
         checkpointables = {"state": arrays, "data": data, "config": config_lib.to_dict(config)}
+        loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         with self._save_errors(step):
             if not self.directory.is_dir():  # Orbax would make it again, where a disk may have been mounted before
                 raise FileNotFoundError(errno.ENOENT, "the folder is gone")
-            if self._failed:  # else Orbax would raise the same error once more
-                self._close()
-                self._orbax, self._failed = self._open(), False
-            self.damaged.pop(step, None)
-            self._saving = step
-            if validation_loss is not None and math.isfinite(validation_loss):
-                self._losses[step] = validation_loss
-            saving = self._orbax.save_checkpointables_async(
-                step, checkpointables, force=True, overwrite=True, custom_metadata={"format": manifest.FORMAT}
+            folder = self.directory / f"{step}{_UNFINISHED}"
+            saving = ocp.save_checkpointables_async(
+                folder, checkpointables, overwrite=True, custom_metadata={"format": manifest.FORMAT}
             )
-            self._pending = step, saving
+            self._pending = step, self._background.submit(self._complete, step, saving, loss)
 
     def wait(self) -> None:
         """Blocks until the pending save is complete. Raises SaveFailed if it failed."""
@@ -175,17 +156,33 @@ class Checkpoints:
         if pending is not None:
             with self._save_errors(pending[0]):
                 pending[1].result()
-            self._steps = {step for step in self._steps | {pending[0]} if (self.directory / str(step)).is_dir()}
-            self._verified.add(pending[0])
-            for step in set(self._losses) - self._steps:
-                del self._losses[step]
 
     def poll(self) -> bool:
         """Whether a pending save has been completed since the last call. Raises SaveFailed if it failed."""
-        if self._pending is None or self._orbax.is_saving_in_progress():
+        if self._pending is None or not self._pending[1].done():
             return False
         self.wait()
         return True
+
+    def _complete(self, step: int, saving: Any, validation_loss: float | None) -> None:
+        """In the background: waits for all processes' files, then process 0 gives the folder its manifest and its name.
+
+        Only then do old ones go.
+        """
+        saving.result()
+        folder, unfinished = self.directory / str(step), self.directory / f"{step}{_UNFINISHED}"
+        losses = self._losses | ({} if validation_loss is None else {step: validation_loss})
+        kept = self._kept.of(self._steps | {step}, losses)
+        if jax.process_index() == 0:
+            manifest.write(unfinished, validation_loss)
+            if folder.is_dir():  # damaged
+                shutil.rmtree(folder)
+            unfinished.rename(folder)
+            for old in self._steps - kept:  # one that stays for now goes after the next start
+                shutil.rmtree(self.directory / str(old), ignore_errors=True)
+        self._steps, self._losses = kept, {step: loss for step, loss in losses.items() if step in kept}
+        self._verified.add(step)
+        self.damaged.pop(step, None)
 
     def saved_config(self, step: int) -> Config:
         """The config that `step` was saved with."""
@@ -222,10 +219,6 @@ class Checkpoints:
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in self.shapes(step).items()
             }
             return ocp.load_checkpointables(self.directory / str(step), {"state": wanted})["state"]
-
-    def steps(self) -> list[int]:
-        """Those that are there and good as far as is known, in order."""
-        return sorted(self._steps)
 
     def _scan(self) -> None:
         """Sorts the folders named like steps by whether all their files are there; process 0's view is everybody's."""
@@ -269,15 +262,12 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._failed = True
-            self._losses.pop(step, None)
-            if (self.directory / str(step)).is_dir():
-                self.damaged[step] = "it was to be written anew"
             if jax.process_count() == 1:
                 # What is half written would keep a full disk full.
-                shutil.rmtree(self.directory / f"{step}{_UNFINISHED}", ignore_errors=True)
+                for half in self.directory.glob(f"{step}{_UNFINISHED}*"):
+                    shutil.rmtree(half, ignore_errors=True)
             raise SaveFailed(
-                f"saving step {step} in {self.directory} failed: {reason(error)}; {self.kept()}",
+                f"saving step {step} in {self.directory} failed: {reason_of(error)}; {self.kept()}",
                 by_storage=is_of_storage(error),
             ) from error
 
@@ -293,5 +283,5 @@ class Checkpoints:
             if cause is not None:  # Orbax wraps what a data iterator raises
                 raise cause from None
             raise UserError(
-                f"{self.directory / str(step)} can't be read: {reason(error)}; move it away to use an older one"
+                f"{self.directory / str(step)} can't be read: {reason_of(error)}; move it away to use an older one"
             ) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tpu_train.config.checks import check
+from tpu_train.config.checks import check, profile_range
 from tpu_train.config.fields import (
     CheckpointConfig,
     Config,
@@ -43,6 +43,7 @@ __all__ = [
     "from_dict",
     "load",
     "points_of",
+    "profile_range",
     "to_dict",
     "weight_at",
 ]

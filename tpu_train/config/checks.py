@@ -31,6 +31,21 @@ def check(config: Config) -> None:
         )
 
 
+def profile_range(text: str | None, config: Config) -> range | None:
+    """The steps of --profile_steps=FIRST:LAST, both included; None where it is not given. Raises UserError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None:
+        raise UserError(f"--profile_steps={text} is not FIRST:LAST, as in --profile_steps=10:13 for steps 10 to 13")
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last:
+        raise UserError(f"--profile_steps={text}: steps count from 1, and the last must not come before the first")
+    if last > config.run.steps:
+        raise UserError(f"--profile_steps={text} goes past the run's last step, run.steps={config.run.steps}")
+    return range(first, last + 1)
+
+
 def _check_model(config: Config) -> None:
     model = config.model
     if model.head_dim is None and model.model_dim % model.num_heads:
@@ -84,10 +99,10 @@ def _check_data(config: Config) -> None:
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
         raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
-    if data.source == "tokens" and not data.mixture:
+    if {source.source for source in data.mixture or (data,)} == {"tokens"}:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
-                raise UserError(f"data.{name}={getattr(data, name)} is for text, and data.source=tokens has none")
+                raise UserError(f"data.{name}={getattr(data, name)} is for text, and token files hold none")
     if data.mixture:
         _check_mixture(data)
     if not 0 < data.validation_fraction < 1:
@@ -107,6 +122,8 @@ def _check_mixture(data: DataConfig) -> None:
         where = f"data.mixture source {source.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", source.name) or names.count(source.name) > 1:
             raise UserError(f"{where}: names are letters, digits, - and _, and each is given once")
+        if source.name in ("documents", "split", "tokens", "untrained", "dropped", "lost"):
+            raise UserError(f"{where}: that is the name of another count; choose another")
         parse(source.source, SourceName, f"{where}: source")
         if (source.source == "python_stdlib") == bool(source.paths):
             raise UserError(f"{where}: source={source.source} {'reads no' if source.paths else 'needs'} paths")
@@ -153,8 +170,8 @@ _POSITIVE = {
     "run": "steps log_every eval_every eval_batches hang_seconds",
 }
 _NOT_NEGATIVE = {
-    "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "model": "num_experts num_shared_experts aux_loss_coefficient bias_update_rate",
+    "checkpoint": "every_steps every_minutes keep_every keep_best retry_minutes",
     "data": "workers seed",
     "optim": "warmup_steps weight_decay z_loss",
     "run": "sample_tokens seed max_skipped",

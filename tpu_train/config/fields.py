@@ -177,7 +177,7 @@ class RunConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
     # The same numbers from the same command on the same devices. On a GPU kernels that add in any order, or that are
-    # chosen by measuring, give way to slower ones; CPUs and TPUs always do.
+    # chosen by measuring, give way to others; on CPUs and TPUs there are none, and this changes nothing.
     deterministic: bool = False
     log_every: int = 10
     eval_every: int = 100

@@ -17,10 +17,11 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +36,7 @@ from tpu_train.data.tokenizers import Tokenizer
 VERSION = 1
 BLOCK = 1 << 16  # bytes
 _SAID = 10  # documents of a shard that are named
+SAY_EVERY = 30.0  # seconds, in the middle of a shard
 PARTS = ("bin", "documents", "blocks")
 
 
@@ -77,7 +79,9 @@ class Cache:
         if None in found:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with _lock(self.folder / "lock"):
+                with _lock(self.folder / "lock") as alone:
+                    for left in self.folder.glob("*.unfinished") if alone else ():
+                        left.unlink()
                     self._build(shards, workers)
             except OSError as error:
                 raise UserError(f"can't write the token cache {self.folder}: {error.strerror or error}") from None
@@ -104,8 +108,6 @@ class Cache:
         return None
 
     def _build(self, shards: list[str], workers: int) -> None:
-        for left in self.folder.glob("*.unfinished"):
-            left.unlink()
         waiting = [shard for shard in shards if self._find(shard, say=True) is None]
         began, tokens = time.monotonic(), 0
         with Tokenizing(self.kind, self.tokenizer, workers) as tokenizing:
@@ -124,15 +126,19 @@ class Cache:
         stem = self.stem(shard)
         status = os.stat(shard)
         with contextlib.ExitStack() as stack:
-            parts = {name: stack.enter_context(_unfinished(stem, name)) for name in PARTS}
+            parts = {name: stack.enter_context(_unfinished(stem, name).open("wb")) for name in PARTS}
             writer = _Writer(parts, self.tokenizer)
             lost, damage = 0, ""
+            said = time.monotonic()
             try:
                 for chunk in tokenizing.shard(shard):
                     for line in chunk.bad[: max(0, _SAID - lost)]:  # the summary counts the others
                         self._refuse_or_say(line)
                     lost += len(chunk.bad)
                     writer.add(chunk)
+                    if time.monotonic() - said > SAY_EVERY:
+                        said = time.monotonic()
+                        print(f"data: tokenizing {shard}: {writer.tokens:,} tokens so far", flush=True)
             except BadShard as error:
                 self._refuse_or_say(str(error))
                 damage, lost = str(error), lost + (error.lost or 0)
@@ -152,7 +158,7 @@ class Cache:
             content=content,
         )
         for name in PARTS:
-            _path(stem, name + ".unfinished").replace(_path(stem, name))
+            _unfinished(stem, name).replace(_path(stem, name))
         write_manifest(stem, manifest)
         return manifest
 
@@ -165,7 +171,7 @@ class Cache:
 class _Writer:
     """Writes the parts of one shard."""
 
-    def __init__(self, parts: dict[str, IO[bytes]], tokenizer: Tokenizer):
+    def __init__(self, parts: Mapping[str, IO[bytes]], tokenizer: Tokenizer):
         self._parts, self._tokenizer = parts, tokenizer
         self._dtype = id_dtype(tokenizer.vocab_size)
         self._sums = {"bin": BlockSums(), "documents": BlockSums()}
@@ -209,16 +215,17 @@ class BlockSums:
     """CRCs of the blocks of what is written piece by piece."""
 
     def __init__(self) -> None:
-        self._rest, self._sums = b"", np.zeros(0, "<u4")
+        self._rest = b""
+        self._sums: list[np.ndarray] = []
 
     def add(self, data: bytes) -> None:
         data = self._rest + data
         stop = len(data) - len(data) % BLOCK
-        self._sums = np.concatenate([self._sums, block_sums(data[:stop])])
+        self._sums.append(block_sums(data[:stop]))
         self._rest = data[stop:]
 
     def finish(self) -> np.ndarray:
-        return np.concatenate([self._sums, block_sums(self._rest)])
+        return np.concatenate([*self._sums, block_sums(self._rest)])
 
 
 def block_sums(data: bytes | memoryview) -> np.ndarray:
@@ -229,7 +236,7 @@ def block_sums(data: bytes | memoryview) -> np.ndarray:
 def write_manifest(stem: Path, manifest: Manifest) -> None:
     """Writes a shard's `.json`, by a rename; with it the shard counts as tokenized."""
     values = dataclasses.asdict(manifest)
-    unfinished = _path(stem, "json.unfinished")
+    unfinished = _unfinished(stem, "json")
     unfinished.write_text(json.dumps({**values, "sum": _sum(values)}, indent=1))
     unfinished.replace(_path(stem, "json"))
 
@@ -245,9 +252,10 @@ def read_manifest(stem: Path) -> Manifest:
         raise UserError(f"{_path(stem, 'json')} is damaged") from None
     for name, size in manifest.bytes.items():
         path = _path(stem, name)
-        there = path.stat().st_size if path.exists() else 0
-        if there != size:
-            raise UserError(f"{path} has {there} bytes of {size}")
+        if not path.exists():
+            raise UserError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise UserError(f"{path} has {path.stat().st_size} bytes of {size}")
     if hashlib.sha256(_path(stem, "blocks").read_bytes()).hexdigest() != manifest.content:
         raise UserError(f"{_path(stem, 'blocks')} is damaged")
     return manifest
@@ -266,18 +274,22 @@ def _same(manifest: Manifest, shard: str) -> bool:
     return (manifest.size, manifest.changed) == (status.st_size, status.st_mtime_ns)
 
 
-def _unfinished(stem: Path, part: str) -> IO[bytes]:
-    return _path(stem, part + ".unfinished").open("wb")
+def _unfinished(stem: Path, part: str) -> Path:
+    """Where this process writes a part; another that does the same work, where there are no locks, writes elsewhere."""
+    return _path(stem, f"{part}.{socket.gethostname()}-{os.getpid()}.unfinished")
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time, and let go of when that ends, however it does."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Held by one process at a time, and let go of when that ends, however it does; False where there are no locks."""
     with path.open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"data: waiting for another process to tokenize into {path.parent}", flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except BlockingIOError:
+            print(f"data: waiting for another process to tokenize into {path.parent}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        except OSError:
+            alone = False
+        yield alone

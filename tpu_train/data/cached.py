@@ -39,7 +39,7 @@ class CachedSource:
 
     def size_of(self, index: int) -> int:
         _, (_, count, flags) = self._locate(index)
-        return int(count + (flags & 1))
+        return max(1, int(count + (flags & 1)))
 
     def __getitem__(self, index: int) -> Example:
         shard, (start, count, flags) = self._locate(index)

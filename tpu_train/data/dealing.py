@@ -10,17 +10,19 @@ so many of the order: every document is begun once before one is begun again. Wh
 apart as far as bytes per token differ between documents, and beyond that too where sizes are unknown (ArrayRecord):
 each document is still read once an epoch, but one row may begin the next epoch before another ends this one.
 
-Documents are dealt in blocks. A block can be dealt again from the `Deal` before it, so a position needs no more than
-one `Deal`, and for each row a block, which of its documents there, and how many tokens of that are used.
+Documents are dealt in blocks. Every block can be dealt again from a `Deal` before it, so a position needs no more than
+one `Deal`, and for each row the place of its next document, by block, and the document it is in.
 """
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from tpu_train.data.split import Stream
 
 _PER_ROW = 8  # documents a row gets in a block, on average
+_DEALS = 32  # that are kept at most
 Card = tuple[int, int]  # which stream, which document of it
 
 
@@ -40,44 +42,51 @@ class Deal:
 
 
 class Dealer:
-    """Deals `streams` to rows, block after block from `deal` on.
+    """Deals `streams` to all rows, block after block from `deal` on, and holds what the rows of `places` get.
 
-    fixed_size None counts sizes as the streams give them; a number counts each document as so many tokens, for rows
-    of one document each. `weights(tokens)` is the share of each stream when every row has got so many tokens; None is
-    for a single one.
+    `places` gives the first document, as (block, which of the row's in it), that a row still has to read. `fixed_size`
+    None counts sizes as the streams give them; a number counts each document as so many tokens, for rows of one
+    document each. `weights(tokens)` is the share of each stream when every row has got so many tokens; None is for a
+    single one.
     """
 
     def __init__(
         self,
         streams: Sequence[Stream],
         deal: Deal,
-        fixed_size: int | None,
+        places: Mapping[int, tuple[int, int]],
+        fixed_size: int | None = None,
         weights: Callable[[int], Sequence[float]] | None = None,
     ):
         self._streams, self._fixed_size, self._weights = streams, fixed_size, weights
-        self._before = {deal.block: deal}
-        self._cards: dict[int, list[list[Card]]] = {}
-        self.newest = deal.block  # blocks below it are dealt
+        self._deals = [deal]  # some of those from the oldest needed to the newest
+        self._from = dict(places)
+        self._cards: dict[int, deque[tuple[tuple[int, int], Card]]] = {row: deque() for row in places}
 
-    def cards(self, block: int, row: int) -> list[Card]:
-        """What row `row` gets in block `block`, in order."""
-        while self.newest <= block:
+    def take(self, row: int) -> Card:
+        """The next document of row `row`."""
+        while not self._cards[row]:
             self._deal()
-        return self._cards[block][row]
+        return self._cards[row].popleft()[1]
 
-    def before(self, block: int) -> Deal:
-        """What was dealt before `block`; forgets all that came earlier."""
-        for old in [b for b in self._before if b < block]:
-            del self._before[old]
-            self._cards.pop(old, None)
-        return self._before[block]
+    def place(self, row: int) -> tuple[int, int]:
+        """Where the next document of row `row` is."""
+        if self._cards[row]:
+            return self._cards[row][0][0]
+        return max(self._from[row], (self._deals[-1].block, 0))
+
+    def deal(self) -> Deal:
+        """A deal from which all that the rows have not taken can be dealt again; forgets those before it."""
+        oldest = min(self.place(row)[0] for row in self._cards)
+        while len(self._deals) > 1 and self._deals[1].block <= oldest:
+            del self._deals[0]
+        return self._deals[0]
 
     def _deal(self) -> None:
-        deal = self._before[self.newest]
+        deal = self._deals[-1]
         heap = [(load, row) for row, load in enumerate(deal.loads)]
         heapq.heapify(heap)
-        taken, owed = list(deal.taken), list(deal.owed)
-        cards: list[list[Card]] = [[] for _ in heap]
+        taken, owed, given = list(deal.taken), list(deal.owed), [0] * len(heap)
         for _ in range(_PER_ROW * len(heap)):
             load, row = heap[0]
             which = self._choose(load, owed)
@@ -85,14 +94,17 @@ class Dealer:
             size = self._fixed_size or self._streams[which].size(n)
             taken[which] += 1
             self._pay(load, which, size, owed)
-            cards[row].append((which, n))
+            place = (deal.block, given[row])
+            given[row] += 1
+            if row in self._cards and place >= self._from[row]:
+                self._cards[row].append((place, (which, n)))
             heapq.heapreplace(heap, (load + size, row))
         loads = [0] * len(heap)
         for load, row in heap:
             loads[row] = load
-        self._cards[self.newest] = cards
-        self.newest += 1
-        self._before[self.newest] = Deal(self.newest, tuple(loads), tuple(taken), tuple(owed))
+        self._deals.append(Deal(deal.block + 1, tuple(loads), tuple(taken), tuple(owed)))
+        if len(self._deals) > _DEALS:  # a row is far behind: dealing again from further back is slower, and rare
+            del self._deals[1:-1:2]
 
     def _choose(self, load: int, owed: list[float]) -> int:
         """The stream that is furthest behind its weight, of those that have one now."""

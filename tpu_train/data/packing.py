@@ -20,7 +20,11 @@ from tpu_train.data.split import Stream
 from tpu_train.data.texts import BadDocument, skip_or_raise
 
 Batch = dict[str, np.ndarray]
+# Where a row is: its next document (block, which of the row's in it), and the one it is in (stream, document of that,
+# tokens used of it, or 0).
+Place = tuple[int, int, int, int, int]
 COUNTS = ("documents", "split", "tokens", "untrained", "dropped", "lost")  # then the tokens of each stream
+_DOCUMENTS, _SPLIT, _TOKENS, _UNTRAINED, _DROPPED, _LOST = range(len(COUNTS))
 
 
 def empty_batch(rows: int, seq_len: int) -> Batch:
@@ -38,11 +42,9 @@ class Filler:
         self._stream = 0
         self.offset = 0  # tokens of the open document already in earlier rows
 
-    def open_at(self, offset: int) -> None:
-        """Takes a document of which `offset` tokens were used before; 0 is none."""
-        if offset:
-            self._open, self._stream = self._take()
-            self.offset = offset
+    def open_at(self, example: Example, stream: int, offset: int) -> None:
+        """Goes on with a document of which `offset` tokens were used before."""
+        self._open, self._stream, self.offset = example, stream, offset
 
     def fill(self, batch: Batch, lane: int) -> bool:
         """Fills row `lane` of `batch`; whether it holds anything."""
@@ -65,7 +67,7 @@ class Filler:
             start += length
             self.offset += length
             if not self._packing or self.offset == len(example["tokens"]):
-                self._counts[4] += len(example["tokens"]) - self.offset
+                self._counts[_DROPPED] += len(example["tokens"]) - self.offset
                 self._open, self.offset = None, 0
             if not self._packing:
                 break
@@ -75,13 +77,13 @@ class Filler:
         self._open, self._stream = self._take()
         if self._open is None:
             return False
-        self._counts[0] += 1
-        self._counts[1] += len(self._open["tokens"]) > seq_len
+        self._counts[_DOCUMENTS] += 1
+        self._counts[_SPLIT] += len(self._open["tokens"]) > seq_len
         return True
 
     def _count(self, tokens: int, untrained: int) -> None:
-        self._counts[2] += tokens
-        self._counts[3] += untrained
+        self._counts[_TOKENS] += tokens
+        self._counts[_UNTRAINED] += untrained
         self._counts[len(COUNTS) + self._stream] += tokens
 
 
@@ -89,7 +91,7 @@ class RowsIterDataset(grain.IterDataset[dict[str, Any]]):
     """{"batch": these rows of each batch, "place": where they are after it, as arrays}, without end."""
 
     def __init__(self, reading: "Reading", rows: Sequence[int], places: Sequence[Sequence[int]], deal: Deal):
-        """`places` are (block, document of the row in it, tokens used of that) for each of `rows`."""
+        """`places` are `Place`s, one for each of `rows`."""
         super().__init__()
         self._arguments = reading, rows, places, deal
 
@@ -113,7 +115,13 @@ class _RowsIterator(grain.DatasetIterator[dict[str, Any]]):
     def __init__(self, reading: Reading, rows: Sequence[int], places: Sequence[Sequence[int]], deal: Deal):
         super().__init__()
         self._reading = reading
-        self._dealer = Dealer(reading.streams, deal, None if reading.packing else reading.seq_len, reading.weights)
+        self._dealer = Dealer(
+            reading.streams,
+            deal,
+            {row: (place[0], place[1]) for row, place in zip(rows, places, strict=True)},
+            None if reading.packing else reading.seq_len,
+            reading.weights,
+        )
         self._counts = np.zeros(len(COUNTS) + len(reading.streams), np.int64)
         self._rows = [
             _Row(row, place, self._dealer, reading, self._counts) for row, place in zip(rows, places, strict=True)
@@ -123,10 +131,9 @@ class _RowsIterator(grain.DatasetIterator[dict[str, Any]]):
         batch = empty_batch(len(self._rows), self._reading.seq_len)
         for lane, row in enumerate(self._rows):
             row.filler.fill(batch, lane)
-        places = np.array([row.place() for row in self._rows], np.int64)
-        deal = self._dealer.before(int(places[:, 0].min()))
+        deal = self._dealer.deal()
         place = {
-            "rows": places,
+            "rows": np.array([row.place() for row in self._rows], np.int64),
             "block": np.int64(deal.block),
             "loads": np.array(deal.loads, np.int64),
             "taken": np.array(deal.taken, np.int64),
@@ -150,27 +157,22 @@ class _Row:
 
     def __init__(self, row: int, place: Sequence[int], dealer: Dealer, reading: Reading, counts: np.ndarray):
         self._row, self._dealer, self._reading, self._counts = row, dealer, reading, counts
-        self._block, self._next, offset = place
         self.filler = Filler(self._take, reading.packing, counts)
-        self.filler.open_at(offset)
+        self._card = (place[2], place[3])
+        if place[4]:
+            self.filler.open_at(reading.streams[place[2]][place[3]], place[2], place[4])
 
-    def place(self) -> tuple[int, int, int]:
-        if self.filler.offset:
-            return self._block, self._next - 1, self.filler.offset
-        while self._block < self._dealer.newest and self._next == len(self._dealer.cards(self._block, self._row)):
-            self._block, self._next = self._block + 1, 0
-        return self._block, self._next, 0
+    def place(self) -> Place:
+        card = self._card if self.filler.offset else (0, 0)
+        return (*self._dealer.place(self._row), *card, self.filler.offset)
 
     def _take(self) -> tuple[Example, int]:
         streams = self._reading.streams
         for _ in range(1 + sum(len(stream.part) for stream in streams)):
-            while self._next == len(cards := self._dealer.cards(self._block, self._row)):
-                self._block, self._next = self._block + 1, 0
-            which, n = cards[self._next]
-            self._next += 1
+            self._card = which, n = self._dealer.take(self._row)
             try:
                 return streams[which][n], which
             except BadDocument as error:
                 skip_or_raise(error, self._reading.skip)
-                self._counts[5] += 1
+                self._counts[_LOST] += 1
         raise UserError("no document of the data can be read; the lines above say why")

@@ -16,7 +16,11 @@ from tpu_train.data.dealing import Deal
 from tpu_train.data.packing import COUNTS, Batch
 
 FORMAT = 2  # 1 had documents of their own for each process and worker
-Places = dict[int, list[int]]  # row: block, document of the row in it, tokens used of that
+_WHAT = {
+    "untrained": "tokens of prompts not trained on",
+    "dropped": "tokens cut off",
+    "lost": "documents left out",
+}
 
 
 class Batches(grain.DatasetIterator[Batch]):
@@ -37,7 +41,7 @@ class Batches(grain.DatasetIterator[Batch]):
         self._start, self._rows, self._batch_size, self._layout = start, rows, batch_size, layout
         self._names = [*COUNTS, *names]
         self._running: Any = None
-        self._places: Places = {row: [0, 0, 0] for row in rows}
+        self._places: dict[int, list[int]] = {row: [0, 0, 0, 0, 0] for row in rows}  # a `Place` each
         self._deal = Deal.first(batch_size, len(names))
         self._counted = self._before = np.zeros(len(self._names), np.int64)
 
@@ -63,6 +67,21 @@ class Batches(grain.DatasetIterator[Batch]):
         of a mixture under its name.
         """
         return dict(zip(self._names, self._counted.tolist(), strict=True))
+
+    def describe(self) -> str:
+        """The counts in one line."""
+        counts = self.counts
+        line = f"data: {counts['documents']:,} documents begun, {counts['split']:,} of them longer than a row"
+        for name, what in _WHAT.items():
+            if counts[name]:
+                line += f", {counts[name]:,} {what}"
+        sources = self._names[len(COUNTS) :]
+        if len(sources) > 1:
+            total = max(counts["tokens"], 1)
+            line += "; tokens: " + ", ".join(f"{name} {counts[name] / total:.1%}" for name in sources)
+        if len(self._rows) < self._batch_size:
+            line += f" (in {len(self._rows)} of {self._batch_size} rows)"
+        return line
 
     def get_state(self) -> dict[str, Any]:
         deal = self._deal
@@ -102,7 +121,7 @@ class Batches(grain.DatasetIterator[Batch]):
         if "format" not in state and {"layout", "position"} <= state.keys():
             raise UserError(
                 "the saved data position is of an older version of tpu_train, in which each process had an order of "
-                "its own; it can't be continued exactly, so start a new run directory (weights can be kept)"
+                "its own; start a new run directory, with run.init_from for the weights"
             )
         if state.get("format") != FORMAT:
             raise UserError("this is not a data position of train_batches; start a new run directory")

@@ -6,6 +6,7 @@ so another slice would be held out each time.) A source that is one long documen
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from tpu_train.config import UserError
 from tpu_train.data.sources import Example, Source
 
 _SPLIT_SEED = 0
-_TABLE = 1 << 17  # permutations of fewer documents are kept as a table
+_TABLE = 1 << 16  # permutations of fewer documents are kept as tables: for them an index_shuffle takes up to a few ms
 
 
 class Part:
@@ -72,8 +73,8 @@ class Stream:
         count = len(self.part)
         epoch, i = divmod(n, count)
         seed = (self._seed + epoch) % (1 << 32)
-        if count <= _TABLE:
-            return int(_table(count, seed)[i])
+        if count < _TABLE:
+            return int(_order_table(count, seed)[i])
         return _index_shuffle(i, count, seed)
 
     def size(self, n: int) -> int:
@@ -85,18 +86,27 @@ class Stream:
 
 
 def _index_shuffle(i: int, count: int, seed: int) -> int:
-    """Element `i` of a permutation of `count`, at no cost of memory; about 65,536 / count us where count is small."""
-    from grain.experimental import index_shuffle
-
-    return index_shuffle(i, count - 1, seed, 4)
+    """Element `i` of a permutation of `count`, at no cost of memory."""
+    return _grain_shuffle()(i, count - 1, seed, 4)
 
 
-@functools.lru_cache(_TABLE)
+@functools.cache
+def _grain_shuffle() -> Callable[[int, int, int, int], int]:
+    from grain.experimental import index_shuffle  # Grain takes a second to import, which --help need not wait for
+
+    return index_shuffle
+
+
 def _split_index(i: int, count: int) -> int:
-    return _index_shuffle(i, count, _SPLIT_SEED)
+    return int(_split_table(count)[i]) if count < _TABLE else _index_shuffle(i, count, _SPLIT_SEED)
 
 
 @functools.lru_cache(8)
-def _table(count: int, seed: int) -> np.ndarray:
+def _split_table(count: int) -> np.ndarray:
+    return np.array([_index_shuffle(i, count, _SPLIT_SEED) for i in range(count)], np.int32)
+
+
+@functools.lru_cache(64)
+def _order_table(count: int, seed: int) -> np.ndarray:
     # RandomState's streams are frozen; those of a Generator may change with NumPy, and with them what a position means.
-    return np.random.RandomState(seed).permutation(count)
+    return np.random.RandomState(seed).permutation(count).astype(np.int32)

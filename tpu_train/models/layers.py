@@ -99,6 +99,7 @@ class RMSNorm(nnx.Module):
         self.scale_D = init.scale(dim)
         self.eps = eps
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x` of any leading dims."""
         x32 = x.astype(jnp.float32)
@@ -121,6 +122,7 @@ def rotary_angles(
     return jax.lax.cond(some, lambda: (jnp.cos(angles), jnp.sin(angles)), lambda: (jnp.cos(-angles), -jnp.sin(-angles)))
 
 
+@jax.named_scope("rope")
 def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
     """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama)."""
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -142,6 +144,7 @@ class Attention(nnx.Module):
         self.window = window
         self.soft_cap = config.attention_soft_cap
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, context, cache=None):
         """(output_BTD, cache). `cache` is (k_BSKH, v_BSKH), written at `context.cache_position`."""
         q_BTNH, k_BTKH, v_BTKH = project_each(
@@ -178,6 +181,7 @@ class MLP(nnx.Module):
         self.down_FD = init.weight("down_FD", (F, D), (F * 2 * config.num_layers) ** -0.5)
         self.activation = config.activation
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, compute: Compute) -> jax.Array:
         if self.gate_DF is None:
             hidden_BTF = activate(self.activation, project(x_BTD, self.up_DF, "DF"))

@@ -51,7 +51,9 @@ def capacity(config: ModelConfig, row_length: int) -> int | None:
     """Of a row's choices, how many an expert takes; None: all."""
     if config.capacity_factor is None:
         return None
-    return math.ceil(row_length * config.experts_per_token * config.capacity_factor / config.num_experts)
+    # What rounding adds to a whole number is no more room.
+    share = row_length * config.experts_per_token * config.capacity_factor / config.num_experts
+    return math.ceil(share - 1e-9 * share)
 
 
 def rows_at_home(config: ModelConfig, devices: int, rows: int, row_length: int) -> int:

@@ -94,7 +94,8 @@ class Transformer(nnx.Module):
                 blocks = jax.tree.map(master_value, blocks, masters)
             new, loads = [], []
             for i, block in enumerate(blocks):
-                x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
+                with jax.named_scope(f"block{i}"):
+                    x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
                 new.append(layer_cache)
                 loads.append(load)
             return x_BTD, (None if caches is None else new, loads)
