@@ -91,23 +91,31 @@ def test_first_weights_that_depend_on_the_mesh_fail(verdicts, monkeypatch):
     assert verdicts() == {STEPS: True, FIRST: False, SHARDING: True}
 
 
-def whole_moments(make):
-    """`make`, an optimizer's maker, with moments that are whole on every device."""
-
-    def made(*arguments):
-        optimizer = make(*arguments)
-        whole = lambda x: jax.reshard(x, jax.sharding.PartitionSpec())  # noqa: E731
-        return optax.GradientTransformation(
-            lambda params: jax.tree.map(whole, optimizer.init(params)), optimizer.update
-        )
-
-    return made
+def whole(x):
+    return jax.reshard(x, jax.sharding.PartitionSpec())
 
 
-def test_moments_whole_on_every_device_fail_in_the_run_and_at_full_size(verdicts, small, monkeypatch):
-    assert table.check(small, SPREAD.sizes, 0)[0].ok
-    monkeypatch.setattr(train_step, "make_optimizer", whole_moments(train_step.make_optimizer))
+def test_moments_whole_on_every_device_fail_in_the_run(verdicts, monkeypatch):
+    init = train_step.init_state
+
+    def with_whole_moments(config, compute):
+        state = init(config, compute)
+        return dataclasses.replace(state, opt_state=jax.tree.map(whole, state.opt_state))
+
+    monkeypatch.setattr(train_step, "init_state", with_whole_moments)
     assert verdicts() == {STEPS: True, FIRST: True, SHARDING: False}
+
+
+def test_moments_whole_on_every_device_fail_at_full_size(small, monkeypatch):
+    assert table.check(small, SPREAD.sizes, 0)[0].ok
+    make = train_step.make_optimizer
+
+    def with_whole_moments(*arguments):
+        optimizer = make(*arguments)
+        init = lambda params: jax.tree.map(whole, optimizer.init(params))  # noqa: E731
+        return optax.GradientTransformation(init, optimizer.update)
+
+    monkeypatch.setattr(train_step, "make_optimizer", with_whole_moments)
     check, _ = table.check(small, SPREAD.sizes, 0)
     assert not check.ok
     assert "is sharded (-, -, -, -), not (-, expert+fsdp+context, tensor, -)" in check.note
@@ -191,13 +199,12 @@ def test_a_kernel_with_another_window_fails_by_its_implementation(gradient_check
     assert not pallas.ok
 
 
-def test_without_a_kernel_the_check_of_kernels_fails(small, alone, monkeypatch):
-    monkeypatch.setattr(ops, "_enough", lambda *_: False)
-    monkeypatch.setattr(gradients.Step, "__call__", lambda *_: pytest.fail("nothing to run"))
+def test_a_program_without_a_kernel_fails_the_check_of_kernels(gradient_checks, monkeypatch):
     monkeypatch.setattr(gradients.Step, "kernels", lambda *_: set())
-    programs = lambda *_: None  # noqa: E731
-    check = gradients._kernels("pallas", small, ALONE, alone.first, programs, "pallas", None)
-    assert (check.ok, check.note) == (False, "no kernel ran")
+    monkeypatch.setattr(gradients.Step, "__call__", lambda *_: gradients.Answer(1.0, {"": np.ones(1)}))
+    xla, pallas = gradient_checks("xla beside the references", "pallas beside the references")
+    assert xla.ok
+    assert (pallas.ok, pallas.note) == (False, "no kernel is in the program")
 
 
 def test_numbers_that_are_none_fail():
@@ -207,6 +214,9 @@ def test_numbers_that_are_none_fail():
     assert math.isnan(steps.relative(nan, zero, 1.0))
     assert steps.relative(zero + 1e-9, zero, 0.0) == math.inf
     assert steps.relative(zero, zero, 0.0) == 0
+    for order in (("a", "b", "c"), ("b", "a", "c"), ("c", "b", "a")):
+        name, error = steps.farthest({key: {"a": math.nan, "b": 2.0, "c": 1.0}[key] for key in order})
+        assert (name, math.isnan(error)) == ("a", True)
 
 
 def test_the_same_documents_stand_packed_and_alone(small):
