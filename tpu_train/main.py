@@ -1,4 +1,4 @@
-"""The `tpu-train` command: train, eval, generate, diff, check, plan, compile, kernels."""
+"""The `tpu-train` command: train, eval, generate, diff, blame, check, plan, compile, kernels."""
 
 import logging
 import os

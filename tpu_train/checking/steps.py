@@ -84,6 +84,13 @@ def run(prepared: Prepared, begin: Arrays | None) -> Run:
         return Run(first, np.array(metrics), weights, wrong)
 
 
+def first_state(config: Config, case: Case) -> Arrays:
+    """What a mesh begins with."""
+    config, mesh, compute = on_mesh(config, case)
+    with jax.set_mesh(mesh):
+        return named(train_step.init_state(config, compute))
+
+
 def place(batch: batches.Batch, config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """A batch of [A, B, T] as train.py puts it on the mesh."""
     C, sharding = mesh.shape["context"], jax.NamedSharding(mesh, SPECS["ABT"])
