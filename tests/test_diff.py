@@ -100,7 +100,7 @@ def test_runs_with_nothing_in_common_or_that_are_none_are_refused(tmp_path, tpu_
 def test_deterministic_tells_xla_before_it_starts(config_of, tmp_path, monkeypatch, wanted):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     seen = []
-    monkeypatch.setattr(train, "train", lambda *args: seen.append(os.environ["XLA_FLAGS"]) or 0)
+    monkeypatch.setattr(train, "train", lambda *args, **kwargs: seen.append(os.environ["XLA_FLAGS"]) or 0)
     file = tmp_path / "config.py"
     file.write_text("from tpu_train.config import Config\n\n\ndef config():\n    return Config()\n")
     assert main.main(["tpu-train", "train", f"--config={file}", f"--set=run.deterministic={wanted}"]) == 0
