@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import measuring
 import tpu_numerics
 import tpu_tuner
@@ -60,7 +61,7 @@ def timed(found: list[cases.Case], predicted: dict[str, float], cycle: float, ti
         cycles = predicted.get(case.name)
         row["predicted_ms"] = None if cycles is None else 1e3 * cycles * cycle
         try:
-            args = jax.block_until_ready(measuring.random_arguments(case.args))
+            args = jax.block_until_ready(arguments(case))
             run = measuring.alone(case.fn)
             timing = timer(lambda run=run, args=args: run(*args))
         except Exception as error:  # a compiler's refusal has many types
@@ -73,6 +74,14 @@ def timed(found: list[cases.Case], predicted: dict[str, float], cycle: float, ti
         if case.flops is not None:
             row["tflops"] = case.flops / timing.best / 1e12
     return rows
+
+
+def arguments(case: cases.Case) -> list[jax.Array]:
+    """Random ones, but for those whose values the case's counts and FLOPs are of."""
+    drawn = list(measuring.random_arguments(case.args))
+    for place, values in case.ids.items():
+        drawn[place] = jnp.asarray(values, drawn[place].dtype)
+    return drawn
 
 
 def seconds_of_cycle(chip: Chip, device: jax.Device) -> float:

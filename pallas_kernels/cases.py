@@ -26,7 +26,8 @@ class Case:
     `name` is unique and starts with the op's, as in "flash_attention/forward/causal-4096x128". `fn` holds one Pallas
     kernel or several, `args` are jax.ShapeDtypeStructs. `counts` says how often the kernels' regions run, by kernel and
     for each generation alike or, where the program's regions differ, as a function of the generation. `flops` is the
-    useful work: what a mask hides does not count.
+    useful work: what a mask hides does not count. `ids` are values of integer arguments by their place in `args`, where
+    the counts are of these values; a run on a device takes them.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     args: tuple[Any, ...]
     counts: Mapping[str, Counts] | Callable[[str], Mapping[str, Counts]] = field(default_factory=dict)
     flops: float | None = None
+    ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def job(self, topology: str) -> Job:
         """What `schedule.measure_all` takes; raises ScheduleError for an unknown topology."""

@@ -115,6 +115,13 @@ def test_times_stand_beside_predictions_and_one_failure_stops_no_other():
     assert shown == ["3.00 of it", "FAILED: RuntimeError: the compiler refuses it", "", "from here"]
 
 
+def test_a_case_runs_with_the_values_that_its_counts_are_of():
+    (case,) = cases.all_cases("grouped_matmul")
+    drawn = tpu.arguments(case)
+    assert [(x.shape, x.dtype) for x in drawn] == [(x.shape, x.dtype) for x in case.args]
+    assert 6 * int(drawn[-1].sum()) * case.args[0].shape[1] * case.args[2].shape[1] == case.flops
+
+
 def test_a_cycle_is_as_long_as_the_peak_says():
     for kind, name, ghz in (("TPU v5e", "v5e", 1.5), ("TPU v5p", "v5p", 1.75), ("TPU v6 lite", "v6e", 1.75)):
         assert 1e-9 / tpu.seconds_of_cycle(CHIPS[name], SimpleNamespace(device_kind=kind)) == pytest.approx(ghz, 0.01)
@@ -252,7 +259,7 @@ def test_the_tuner_does_not_try_what_can_not_be_in_vmem(space):
 
 def test_spaces_start_where_the_kernels_do(table):
     found = {space.op: space for space in tpu_tuner.spaces(TUNED, V5E, interpret=True)}
-    assert set(found) == {"flash_attention", "gated_mlp", "linear_cross_entropy"} == set(cases.OPS)
+    assert set(found) == {"flash_attention", "gated_mlp", "linear_cross_entropy"}
     for space in found.values():
         space.check(space.first)
         assert len(list(tpu_tuner.neighbours(space.first))) >= 10

@@ -38,6 +38,7 @@ def grouped(D: int, F: int, sizes: Sequence[int], T: int | None = None) -> Case:
         (x, w, y, jax.ShapeDtypeStruct((E,), jnp.int32)),
         functools.partial(counts, Problem(T, F, D, E, 2), sizes),
         flops=3 * 2 * sum(sizes) * D * F,
+        ids={3: tuple(sizes)},
     )
 
 

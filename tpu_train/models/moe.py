@@ -77,6 +77,7 @@ class MoE(nnx.Module):
         self.shared = MLP(config, init.of("shared"), shared) if shared else None
         self.config = config
 
+    @jax.named_scope("experts")
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array | None, compute: Compute) -> tuple[jax.Array, Load]:
         """(y_BTD, the experts' loads over all devices). `real_BT` is false at padding; None: there is none."""
         if real_BT is None:
