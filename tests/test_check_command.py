@@ -121,15 +121,16 @@ def test_the_command_checks_a_config_of_a_user(tmp_path):
         "from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig\n"
         "def config():\n"
         "    return Config(\n"
-        "        ModelConfig(512, 4, 96, 6, 2, gated_mlp=False, window_pattern=(64,), logit_soft_cap=30.0),\n"
+        "        ModelConfig(512, 4, 96, 6, 2, gated_mlp=False, window_pattern=(64,), logit_soft_cap=9.0,\n"
+        "            remat='full'),\n"
         "        DataConfig(source='text', paths=('nowhere/*.txt',)),\n"
-        "        OptimConfig(z_loss=1e-4, ema_decay=0.9),\n"
+        "        OptimConfig(z_loss=1e-4, ema_decay=0.9, moment_dtype='bfloat16'),\n"
         "        MeshConfig(data=1, fsdp=-1))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
         [sys.executable, "-m", "tpu_train.main", "check", "--config=mine.py", "--json", "--devices=4", "--steps=2",
-         "--meshes=data=2,fsdp=2;context=2,tensor=2"],
+         "--meshes=data=2;context=2,tensor=2"],
         cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +138,7 @@ def test_the_command_checks_a_config_of_a_user(tmp_path):
     assert {check["name"]: check["status"] for check in answer["checks"]} == dict.fromkeys(
         [
             "sharding at full size on fsdp 4",
-            "steps on data 2 x fsdp 2",
+            "steps on data 2",
             "steps on context 2 x tensor 2 (all_gather)",
             "initial state",
             "sharding in the run",
