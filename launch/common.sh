@@ -190,12 +190,3 @@ show_cost() {
       if (hours != "") printf ", $%.2f in %s hours", hours * hour, hours
     }'), for as long as it exists"
 }
-
-# Training on several hosts is one run only if its processes find each other; else each would train alone and say
-# nothing. The training code that joins them reads TPU_TRAIN_PROCESSES, the number that there must be, and stops at
-# another; a copy that does not is refused more than one process here.
-check_processes() { # how many, what to take instead
-  (($1 == 1)) && return
-  grep -rqs --include='*.py' TPU_TRAIN_PROCESSES "$repo/tpu_train" ||
-    refuse "that is $1 processes, and tpu-train can't join processes into one run yet: each would train alone; take $2"
-}

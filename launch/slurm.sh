@@ -105,7 +105,6 @@ main() {
     ((${#command[@]})) || refuse "$action needs a command after --, as in: -- tpu-train train --config=configs/tiny.py"
     processes=1
     if ((nodes > 1)); then processes=$((nodes * gpus)); fi
-    check_processes "$processes" "--nodes=1"
     ;;
   *) ((${#command[@]} == 0)) || refuse "$action takes no command after --" ;;
   esac

@@ -122,9 +122,8 @@ def test_a_run_whose_step_hangs_ends_with_exit_code_75(start):
 def test_of_two_processes_the_one_whose_data_hangs_is_named(start):
     child = start("data", "--processes=2")
     assert child.process.wait(200) == 75, child.err
-    assert re.search(
-        r"^tpu-train: process 1 of 2 hangs: data at step 4 takes longer than 20 s", child.err, re.MULTILINE
-    )
+    line = r"^tpu-train: process 1 of 2 hangs: data at step 4 takes longer than 20 s"
+    assert re.search(line, child.err, re.MULTILINE), child.err
     assert re.search(r"in __next__$", child.err, re.MULTILINE)
     last = r"tpu-train: process [01] of 2 failed with exit code 75; the others were stopped"
     assert re.fullmatch(last, child.err.splitlines()[-1])

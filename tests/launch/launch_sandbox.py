@@ -131,10 +131,6 @@ class Sandbox:
     def add(self, name: str, content: str) -> None:
         self.write(self.bin / name, content)
 
-    def joins_processes(self) -> None:
-        """As if the training code joined processes into one run."""
-        (self.repo / "tpu_train" / "processes.py").write_text("os.environ['TPU_TRAIN_PROCESSES']\n")
-
     def answer(self, answers: dict[str, list[dict]]) -> None:
         (self.cloud / "answers").write_text(json.dumps(answers))
 

@@ -91,7 +91,6 @@ def test_the_check_finds_faults(schema, sandbox):
     ],
 )
 def test_manifests_fit_the_schema_and_the_slice(sandbox, schema, topology, accelerator, hosts, chips_per_host, slices):
-    sandbox.joins_processes()
     everything = ("--bucket=b", "--spot", "--queue=q", "--service_account=s", "--namespace=n", "--restarts=3")
     if hosts == 1 and slices > 1:
         refused = sandbox.run("gke.sh", "manifest", *RUN, f"--topology={topology}", "--slices=2", *TRAIN)

@@ -151,7 +151,6 @@ def test_hosts_that_do_not_answer_end_the_run_after_ten_tries(ready):
 
 
 def test_a_start_on_some_hosts_only_is_taken_back(ready):
-    ready.joins_processes()
     flags = ("--topology=v6e:4x4",)
     command = ("--", "bash", "-c", "sleep 60")
     assert ready.run("tpu_vm.sh", "setup", *SLICE, *flags, HOSTS="2").returncode == 0

@@ -111,11 +111,6 @@ def test_a_command_that_ends_well_in_its_last_minutes_is_not_run_again(cluster):
 
 
 def test_several_nodes_have_a_process_for_each_gpu(cluster):
-    refused = cluster.run("slurm.sh", "submit", *JOB, "--nodes=2", *TRAIN)
-    assert refused.returncode == 2
-    assert "that is 16 processes, and tpu-train can't join processes into one run yet" in refused.stderr
-    assert cluster.calls() == []
-    cluster.joins_processes()
     assert cluster.run("slurm.sh", "submit", *JOB, "--nodes=2", "--cpus=32", *TRAIN).returncode == 0
     assert {"--nodes=2", "--ntasks-per-node=8", "--cpus-per-task=4"} <= set(cluster.calls()[0])
     assert "TPU_TRAIN_PROCESSES=16 " in (cluster.cloud / "script").read_text()

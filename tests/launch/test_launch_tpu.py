@@ -27,8 +27,7 @@ def ready(sandbox):
 
 @pytest.fixture
 def two_hosts(sandbox):
-    """A slice of two hosts, set up, and training code that joins processes."""
-    sandbox.joins_processes()
+    """A slice of two hosts, set up."""
     assert tpu(sandbox, "setup", HOSTS="2").returncode == 0
     sandbox.calls()
     return sandbox
@@ -152,15 +151,11 @@ def test_one_failing_host_fails_the_run(two_hosts):
     assert len([line for line in result.stdout.splitlines() if line.startswith("[run1 w")]) == 3
 
 
-def test_more_hosts_than_the_topology_should_have_are_not_left_to_train_alone(ready):
+def test_more_hosts_than_the_topology_should_have_all_train_as_one_run(ready):
     assert tpu(ready, "setup", HOSTS="2").returncode == 0
     result = tpu(ready, "run", *TRAIN, HOSTS="2")
-    assert result.returncode == 2
+    assert result.returncode == 0
     assert "run1 has 2 hosts, where v6e:2x4 and 1 slices should have 1" in result.stderr
-    assert "each would train alone" in result.stderr
-    assert ready.trained() == []
-    ready.joins_processes()
-    assert tpu(ready, "run", *TRAIN, HOSTS="2").returncode == 0
     assert ready.trained() == [["2", *TRAIN[2:]]] * 2
 
 
@@ -174,16 +169,6 @@ def test_several_slices_are_several_nodes(two_hosts):
     assert two_hosts.trained() == [["8", *TRAIN[2:]]] * 8
     failing = tpu(two_hosts, "run", *slices, "--", "bash", "-c", "[[ $LABEL != run1-1-w3 ]] || exit 5", HOSTS="4")
     assert failing.returncode == 5
-
-
-@pytest.mark.parametrize("flag", ["--topology=v6e:4x4", "--slices=2"])
-@pytest.mark.parametrize("action", ["create", "run"])
-def test_several_processes_are_refused_until_training_joins_them(sandbox, action, flag):
-    command = TRAIN if action == "run" else ()
-    result = tpu(sandbox, action, "--yes", flag, *command)
-    assert result.returncode == 2
-    assert "can't join processes into one run yet: each would train alone" in result.stderr
-    assert sandbox.calls() == []
 
 
 @pytest.mark.parametrize(

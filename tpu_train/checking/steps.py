@@ -9,7 +9,7 @@ and Muon's iterations raise small singular values some hundred times: 1e-4, and 
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -80,7 +80,8 @@ def run(prepared: Prepared, begin: Arrays | None) -> Run:
             state, measured = step(state, place(batch, config, mesh))
             metrics.append([float(measured[name]) for name in ("loss", "grad_norm")])
         wrong += [f"after a step {line}" for line in table.wrong(table.rows(state), dict(mesh.shape))]
-        return Run(first, np.array(metrics), named((state.model, state.average)), wrong)
+        weights = {key: x for key, x in named(state).items() if key.startswith((".model", ".average"))}
+        return Run(first, np.array(metrics), weights, wrong)
 
 
 def place(batch: batches.Batch, config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
@@ -104,26 +105,27 @@ def placed(arrays: Arrays, like: Any) -> Any:
 def compare(name: str, got: Run, wanted: Run) -> Check:
     """The steps of one mesh beside those of one device."""
     off = np.abs(got.metrics - wanted.metrics) / np.abs(wanted.metrics)
-    loss, norm = (float(column) for column in _largest(off))
-    moved, worst = 0.0, ""
-    for key, w in wanted.weights.items():
-        begun = wanted.first[key.replace("[0]", ".model", 1).replace("[1]", ".average", 1)]
-        error = relative(got.weights[key], w, float(np.max(np.abs(w - begun))))
-        if not error <= moved:
-            moved, worst = error, key
+    loss, norm = (float(column) for column in np.max(off, axis=0))  # NaN where there is one
+    errors = {
+        key: relative(got.weights[key], w, float(np.max(np.abs(w - wanted.first[key]))))
+        for key, w in wanted.weights.items()
+    }
+    worst, moved = farthest(errors)
     note = "" if moved <= MOVED else f"the weight farthest off is {table.short(worst)}"
     measures = Measure("loss", loss, LOSS), Measure("gradient norm", norm, NORM), Measure("weights", moved, MOVED)
     return Check(f"steps on {name}", measures, note)
-
-
-def _largest(off: np.ndarray) -> np.ndarray:
-    return np.max(off, axis=0)  # NaN where there is one
 
 
 def relative(got: np.ndarray, wanted: np.ndarray, scale: float) -> float:
     """The largest difference over `scale`; where that is 0, 0 or infinite. NaN where a difference is."""
     largest = float(np.max(np.abs(got.astype(np.float64) - wanted)))
     return largest / scale if scale else (largest and float("inf"))
+
+
+def farthest(errors: Mapping[str, float]) -> tuple[str, float]:
+    """The name of the largest error, and the error; NaN is larger than any."""
+    worst = max(errors, key=lambda key: float("inf") if np.isnan(errors[key]) else errors[key])
+    return worst, errors[worst]
 
 
 def on_meshes(config: Config, cases: Iterable[Case], alone: Case) -> Iterator[Check]:
@@ -143,8 +145,8 @@ def on_meshes(config: Config, cases: Iterable[Case], alone: Case) -> Iterator[Ch
             runs[case.name] = done
             if case is not alone:
                 yield compare(case.name, done, runs[alone.name])
-    yield _first_values(runs, alone)
-    yield _sharding(runs, alone)
+    yield first_values(runs, alone)
+    yield sharding(runs, alone)
 
 
 def attempt(function: Callable, *arguments: Any) -> Any:
@@ -155,7 +157,8 @@ def attempt(function: Callable, *arguments: Any) -> Any:
         return error
 
 
-def _first_values(runs: dict[str, Run], alone: Case) -> Check:
+def first_values(runs: dict[str, Run], alone: Case) -> Check:
+    """The state that each mesh begins with, bit by bit beside that of one device."""
     wanted, found = runs[alone.name].first, {}
     for name, done in runs.items():
         other = [key for key, x in wanted.items() if x.tobytes() != done.first[key].tobytes()]
@@ -167,7 +170,8 @@ def _first_values(runs: dict[str, Run], alone: Case) -> Check:
     return Check("initial state", (Measure("arrays with other bits", worst, 0),), note)
 
 
-def _sharding(runs: dict[str, Run], alone: Case) -> Check:
+def sharding(runs: dict[str, Run], alone: Case) -> Check:
+    """The state's arrays as they lie on each mesh, at first and after a step, beside the table."""
     wrong = {name: done.wrong for name, done in runs.items() if done.wrong}
     note = "; ".join(f"{name}: {lines[0]} ({len(lines)} in all)" for name, lines in wrong.items())
     worst = max((len(lines) for lines in wrong.values()), default=0)

@@ -95,7 +95,8 @@ def full_rows(config: Config, sizes: Sizes) -> list[Row]:
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     compute = Compute(jnp.dtype(jnp.float32), "xla", "cpu")
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.sharding.use_abstract_mesh(mesh):
+    # A mesh may not take the place of one of another size; no mesh may take that of any.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         return rows(jax.eval_shape(functools.partial(train_step.make_state, config, compute), key))
 
 
