@@ -86,9 +86,9 @@ def device_seconds(call: Callable[[], Any], calls: int) -> float | None:
             for _ in range(calls):
                 last = call()
             jax.block_until_ready(last)
-        files = list(Path(folder).rglob("*.xplane.pb"))
-        planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
-        return module_seconds(planes, calls)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))  # held while its planes are read
+        return module_seconds(list(profile.planes), calls)
 
 
 def module_seconds(planes: Sequence[Any], calls: int) -> float | None:

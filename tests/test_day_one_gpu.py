@@ -111,9 +111,10 @@ def test_a_process_answers_with_json_or_its_last_words_or_runs_out_of_time():
 def test_a_card_is_held_to_the_cpu_and_a_wrong_one_is_seen(monkeypatch):
     model = dataclasses.replace(gpu.SMALL.model, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=32)
     small = dataclasses.replace(gpu.SMALL, model=model, data=dataclasses.replace(gpu.SMALL.data, seq_len=16))
+    monkeypatch.delitem(gpu.TOLERANCES, "float16")  # a compile less
     found = gpu.check(jax.devices()[0], jax.devices()[1], small)
     assert found["ok"]
-    assert {name for name, row in found["rows"].items() if row["ok"]} == {"float32", "bfloat16", "float16"}
+    assert {name for name, row in found["rows"].items() if row["ok"]} == {"float32", "bfloat16"}
     assert found["rows"]["float32"]["off"] == [0.0, 0.0]
     assert all(off > 0 for off in found["rows"]["bfloat16"]["off"])
     time_step = lambda config, devices, *_, **__: {  # noqa: E731

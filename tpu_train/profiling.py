@@ -48,6 +48,7 @@ class Profiler:
         clock.enter("profile")
         with reporter.pause():
             try:
+                self._folder.mkdir(parents=True, exist_ok=True)  # here and not at the end, when it would be too late
                 jax.profiler.start_trace(self._folder)
                 self._traced = []
             except FAILURES as error:
