@@ -115,7 +115,6 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         "blame": "config step workdir set processes",
         "check": "config set meshes devices steps full replicated_limit json",
         "generate": "config step ema workdir set processes prompt num_tokens num_samples temperature top_k seed",
-        "check": "config set meshes devices steps full replicated_limit json",
         "plan": "config set chips slices tokens mfu watts price json html",
         "compile": "config topology num_slices search json set",
         "kernels": "topology op json update_budget",

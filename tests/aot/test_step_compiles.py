@@ -1,5 +1,6 @@
 """A small model's train step on the real TPU compiler: every generation, two slices, what does not fit, bad input."""
 
+import dataclasses
 import json
 import os
 import re
@@ -267,7 +268,9 @@ def test_search_climbs_the_ladder_until_a_step_fits_and_ranks_what_does(capsys):
     with pytest.raises(UserError, match="no mesh of 3 devices"):
         search.show(base, 3, compiler, as_json=False)
     split = step("v5e:2x2", "model.num_kv_heads=2", "mesh.context=2", "mesh.context_method=ring").config
-    assert [*search.meshes(split, 4, 1)] == [MeshConfig(1, 2, 1, 2, "ring"), MeshConfig(1, 1, 2, 2, "ring")]
+    by_two = MeshConfig(data=1, context=2, context_method="ring")
+    wanted = [dataclasses.replace(by_two, fsdp=2), dataclasses.replace(by_two, tensor=2)]
+    assert [*search.meshes(split, 4, 1)] == wanted
 
 
 @pytest.mark.slow
@@ -280,7 +283,7 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
         env=os.environ | {"XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert json.loads(done.stdout)["mesh"] == {"data": 1, "expert": 1, "fsdp": 4, "context": 1, "tensor": 1}
 
 
 def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():
