@@ -144,7 +144,11 @@ def kill_in_a_save(start: Start, draw: random.Random) -> bool:
 
 
 def kill_in_a_restore(start: Start, draw: random.Random) -> bool:
-    begun = start.resumes and start.wait_until(lambda: "continuing from step" in start.text)
+    if not start.resumes:  # the next start will
+        start.wait_until(lambda: bool(checkpoints(start.workdir)))
+        start.kill()
+        return False
+    begun = start.wait_until(lambda: "continuing from step" in start.text)
     time.sleep(draw.uniform(0, 0.1))
     return begun and killed(start)
 
@@ -276,10 +280,10 @@ class Soak:
 
     def suffer(self, faults: int, kinds: tuple[Callable[[Start, random.Random], bool], ...] = FAULTS) -> None:
         """Runs until that many faults came about, of each kind as many; fills `tally` with (fault, outcome): count."""
-        waiting = [kinds[i % len(kinds)] for i in range(faults)]
-        self._draw.shuffle(waiting)
-        number = 0
+        waiting, number = [kinds[i % len(kinds)] for i in range(faults)], 0
         while waiting:
+            if number > 10 * faults:
+                raise RuntimeError(f"in {number} runs these never came about: {waiting}")
             workdir, suffered = self._folder / f"run{number}", Counter[str]()
             number += 1
             try:
@@ -295,9 +299,8 @@ class Soak:
 
     def _one_run(self, workdir: Path, waiting: list[Callable[[Start, random.Random], bool]]) -> Iterator[str]:
         """Takes faults from `waiting` until the run is complete; gives the names of those that came about."""
-        for fault in list(waiting):
-            if complete(workdir):
-                return
+        while waiting and not complete(workdir):
+            fault = self._draw.choice(waiting)
             seed = self._draw.randrange(1 << 30) if fault is clock_jumps else None
             start = self._start(workdir, seed)
             came = fault(start, self._draw)
@@ -311,7 +314,8 @@ class Soak:
                 yield fault.__name__
             elif start.process.exitcode not in (0, -signal.SIGKILL):
                 raise Lost(f"a start failed with {start.process.exitcode}: {start.text[-400:]}")
-        self._finish(workdir)
+        if not complete(workdir):
+            self._finish(workdir)
 
     def _start(self, workdir: Path, clock_seed: int | None = None) -> Start:
         arguments = [f"--config={self._folder / 'config.py'}", f"--workdir={workdir}", *self._flags]
