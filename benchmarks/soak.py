@@ -29,7 +29,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -40,7 +39,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY = 120, 20
@@ -365,10 +363,10 @@ def complete(workdir: Path) -> bool:
 
 def final_arrays(workdir: Path) -> dict[str, bytes]:
     """The arrays of the last checkpoint, as bytes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sharding info not provided")
-        saved = ocp.load_checkpointables(workdir / "checkpoints" / str(STEPS), {"state": None})["state"]
-    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree.leaves_with_path(saved)}
+    from tpu_train.checkpoint import Checkpoints
+
+    with Checkpoints(workdir, keep_last=None) as saved:
+        return {name: np.asarray(x).tobytes() for name, x in saved.arrays(STEPS).items()}
 
 
 def main() -> int:

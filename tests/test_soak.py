@@ -36,5 +36,5 @@ def test_another_loss_and_another_weight_are_seen(tmp_path):
     (whole / "metrics.jsonl").write_text(lines[:first] + "9" + lines[first + 1 :])
     assert disturbed.compare(whole).startswith("silent: {'step': 1, 'loss': 9")
     (whole / "metrics.jsonl").write_text(lines)
-    disturbed.wanted[1]["['model.final_norm_D']"] = b"another"
-    assert disturbed.compare(whole) == "silent: ['model.final_norm_D'] differs"
+    disturbed.wanted[1]["model.final_norm_D"] = b"another"
+    assert disturbed.compare(whole) == "silent: model.final_norm_D differs"
