@@ -217,8 +217,6 @@ def test_xpk_gets_the_same_run(cluster):
         (("xpk", "--cluster=c", *TRAIN), "xpk needs --zone"),
         (("xpk", *XPK, "--bucket=b", *TRAIN), "xpk has no --bucket"),
         (("xpk", *XPK, "--", "echo", "$(HOME)"), "xpk can't take a command with a line break or $"),
-        (("xpk", *XPK, "--topology=v6e:2x4", *TRAIN), "that is 2 processes"),  # xpk makes two hosts of it
-        (("manifest", "--topology=v6e:4x4", *TRAIN), "that is 4 processes"),
         (("manifest",), "needs a command after --"),
         (("manifest", "--restarts=-1", *TRAIN), "--restarts=-1 is not a whole number"),
         (("create", "--price=x", *TRAIN), "--price=x is not a number"),
