@@ -11,7 +11,7 @@ fault, drawn at random; what it left behind is continued until the run is comple
 
 Prints a table of them by fault, and exits with 1 if any is not survived. Processes are forked from one that has
 imported the program, so that a start takes little more than its work; with --processes each run is several processes of
-their own, which takes longer. It needs Linux.
+their own, which takes longer, and whose clocks stay as they are. It needs Linux.
 """
 
 import argparse
@@ -235,8 +235,10 @@ def killed(start: Start) -> bool:
 
 
 def damage(start: Start, draw: random.Random, change: Callable[[bytes], bytes]) -> bool:
-    """Kills it, once there is an older checkpoint to go on from, and changes a file of the newest."""
+    """Kills it between an older checkpoint to go on from and the last one, and changes a file of the newest."""
     if not start.wait_until(lambda: len(checkpoints(start.workdir)) > 1) or not killed(start):
+        return False
+    if complete(start.workdir):  # what it ended with is what is compared
         return False
     newest = checkpoints(start.workdir)[-1]
     file = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
@@ -376,14 +378,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    kinds = tuple(fault for fault in FAULTS if arguments.processes == 1 or fault is not clock_jumps)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder), [f"--processes={arguments.processes}"], arguments.seed)
-        soak.suffer(arguments.faults)
+        try:
+            soak = Soak(Path(folder), [f"--processes={arguments.processes}"], arguments.seed)
+        except Lost as lost:
+            print(f"soak: {lost}", file=sys.stderr)
+            return 1
+        soak.suffer(arguments.faults, kinds)
     print(f"| {'fault':<22} | survived | lost | silent |\n|{'-' * 24}|---------:|-----:|-------:|")
-    for fault in FAULTS:
+    for fault in kinds:
         counts = [soak.tally[fault.__name__, outcome] for outcome in ("survived", "lost", "silent")]
         print(f"| {fault.__name__.replace('_', ' '):<22} | {counts[0]:>8} | {counts[1]:>4} | {counts[2]:>6} |")
-    print("\n".join(soak.reasons))
+    print("".join(f"{reason}\n" for reason in soak.reasons), end="")
     return int(bool(soak.reasons))
 
 
