@@ -198,12 +198,16 @@ def _blocks(text: str) -> Iterator[_Block]:
     for line in text.splitlines():
         if match := _REGION.match(line):
             number, parent, kind = match[1], match[2], match[3] or ""
+            if parent is not None and parent not in regions:
+                raise DumpError(f"region {number} is in a region {parent} that has not begun")
             around = Region("top") if parent is None else regions[parent]
             if kind in ("pred_region", "loop_body"):
                 region = _child(around, "when" if kind == "pred_region" else "loop", children)
                 if kind == "loop_body":
                     last_loop[around.name] = region
             elif kind.startswith(("loop_footer", "loop_header")):
+                if around.name not in last_loop:
+                    raise DumpError(f"region {number} ends a loop that has not begun")
                 region = last_loop[around.name]
             else:
                 region = around

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import matmul_cases
 import pytest
 
-from pallas_kernels import schedule
+from pallas_kernels import schedule, schedule_dump
 from pallas_kernels.schedule import Job, ScheduleError
 
 pytestmark = pytest.mark.aot
@@ -139,3 +139,19 @@ def test_missing_libtpu_says_what_to_install(monkeypatch):
     monkeypatch.setattr(schedule.util, "find_spec", lambda name: None)
     with pytest.raises(ScheduleError, match="needs libtpu: pip install libtpu flatbuffers"):
         schedule.measure(lambda x: x, jnp.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "no regions"),
+        ("$region0: #{k}\n$region2: #{k} parent=1 // pred_region", "region 2 is in a region 1 that has not begun"),
+        ("$region0: #{k}\n$region2: #{k} parent=0 // loop_footer", "region 2 ends a loop that has not begun"),
+    ],
+)
+def test_a_dump_of_another_form_is_refused_in_one_line(tmp_path, text, message):
+    rows = "MATMUL, MATPUSH, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU\n" + "1 " * 11
+    (tmp_path / "1-k.1-00-post-delay-converter.txt").write_text(text)
+    (tmp_path / "1-k.1-01-pre-delay_hlo-static-per-bundle-utilization.txt").write_text(rows)
+    with pytest.raises(schedule_dump.DumpError, match=message):
+        schedule_dump.read(tmp_path, "k.1", schedule_dump.CORES["v5e"])
