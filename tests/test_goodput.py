@@ -98,6 +98,18 @@ def test_a_step_under_way_is_counted_once_it_is_done():
     clock.close()
 
 
+@pytest.mark.parametrize(("shared", "factor"), [(False, 1.0), (True, 1.5)])
+def test_a_process_that_waits_for_another_hangs_later_than_the_other(shared, factor):
+    seen = []
+    watchdog = Watchdog(None)
+    watchdog.watch = lambda what, factor: seen.append((what, factor))
+    clock = goodput.Clock(0.0, watchdog, shared=shared)
+    for what in ("data", "step", "save"):
+        clock.enter(what, 4)
+    clock.close()
+    assert seen == [("data at step 4", 1.0), ("step 4", factor), ("save at step 4", factor)]
+
+
 def ledger(path, step, *lines):
     """A start that goes on from `step` and wrote `lines` of (step, seconds)."""
     made = goodput.Ledger(path, step)

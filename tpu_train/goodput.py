@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from tpu_train.metrics import format_duration
-from tpu_train.watchdog import START_FACTOR, Watchdog
+from tpu_train.watchdog import START_FACTOR, WAITING_FACTOR, Watchdog
 
 FILE_NAME = "goodput.jsonl"
 BEFORE_STEPS = ("start", "compile", "restore")
@@ -36,10 +36,14 @@ Span = tuple[str, float, float]  # what the host did, from, to
 
 
 class Clock:
-    """What the run is doing: `enter` names it. Also keeps the watchdog from taking progress for a hang."""
+    """What the run is doing: `enter` names it. Also keeps the watchdog from taking progress for a hang.
 
-    def __init__(self, start_time: float, watchdog: Watchdog):
-        self._watchdog = watchdog
+    With `shared`, several processes make up the run: one that waits in a step for another, whose data hang, is given
+    more time than that one, so that the watchdog names the other.
+    """
+
+    def __init__(self, start_time: float, watchdog: Watchdog, *, shared: bool = False):
+        self._watchdog, self._waiting_factor = watchdog, WAITING_FACTOR if shared else 1.0
         self.seconds: dict[str, float] = {}
         self._doing, self._since = "start", start_time
         self._step = 0
@@ -108,7 +112,9 @@ class Clock:
             return f"{what}, before the first step,", START_FACTOR
         if what == "profile":
             return f"the profile at step {self._step}", START_FACTOR
-        return f"{what} at step {self._step}" if what != "step" else f"step {self._step}", 1.0
+        if what == "data":  # each process has its own
+            return f"data at step {self._step}", 1.0
+        return f"{what} at step {self._step}" if what != "step" else f"step {self._step}", self._waiting_factor
 
 
 def cut(spans: Iterable[Span], until: float) -> tuple[list[Span], list[Span]]:

@@ -41,7 +41,8 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
     `profile_steps` are traced and `dump_hlo` writes the step's program down: see profiling.py.
     """
     workdir = Path(config.run.workdir)
-    clock = goodput.Clock(start_time, watchdog.Watchdog(config.run.hang_seconds, processes.name()))
+    watch = watchdog.Watchdog(config.run.hang_seconds, processes.name())
+    clock = goodput.Clock(start_time, watch, shared=jax.process_count() > 1)
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
     compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)

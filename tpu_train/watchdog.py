@@ -13,6 +13,7 @@ import threading
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: what failed may work when tried again
 START_FACTOR = 4  # times run.hang_seconds before the first step, and to write a trace: both take long
+WAITING_FACTOR = 1.5  # times run.hang_seconds where a process may wait for another that hangs
 
 
 class Watchdog:
