@@ -117,12 +117,12 @@ def vmem_bytes(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) 
     """What each kernel's blocks take, in bytes: two buffers for what is streamed, one for what is kept."""
     both = head_dim + value_dim
     q_block = 2 * sizes.q * both * itemsize
-    keys = 2 * sizes.resident * itemsize
+    keys = 2 * sizes.resident * both * itemsize
     rows = 16 * 8 * sizes.q * 4
-    forward = q_block + keys * both + sizes.q * value_dim * 4 + rows
-    backward = 2 * q_block + 2 * sizes.q * head_dim * (itemsize + 4)
-    # k, k transposed and v come in, dk and dv go out, and are summed in float32.
-    backward += keys * (2 * head_dim + value_dim) + keys * both + sizes.resident * both * 4 + rows
+    forward = q_block + keys + sizes.resident * head_dim * itemsize + sizes.q * value_dim * 4 + rows
+    backward = q_block + 3 * sizes.q * value_dim * itemsize + 2 * sizes.q * head_dim * (itemsize + 4) + rows
+    # k and v come in and are turned, dk and dv are summed in float32 and go out.
+    backward += 2 * keys + sizes.resident * both * (itemsize + 4)
     return {"forward": forward, "backward": backward}
 
 

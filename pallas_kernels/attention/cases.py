@@ -36,7 +36,7 @@ def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int =
         common = {"grid": diagonal, "loop1": diagonal, "loop1/when1": whole, "loop1/when2": diagonal}
         once_a_key_block = num_kv_heads * rows
         return {
-            "jvp_flash_attention_forward_": functools.partial(_runs, common | {"when1/loop1": visits}),
+            "jvp_flash_attention_forward_": functools.partial(_runs, common | {"when1/loop1": once_a_key_block}),
             "transpose_jvp_flash_attention_backward__": functools.partial(
                 _runs,
                 common | {"when1/loop1": once_a_key_block, "when2/loop1": visits, "when3/loop1": once_a_key_block},

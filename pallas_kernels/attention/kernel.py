@@ -24,6 +24,7 @@ from pallas_kernels.runtime import divide
 
 LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # the maximum of a row that has seen nothing; finite, so that -inf minus it is -inf
+BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Spec:
 class _Forward(NamedTuple):
     """Refs of the forward kernel: inputs, outputs, scratch. `t` after a name: head dim first."""
 
-    q: Any
-    k: Any
+    qt: Any
+    kt: Any
     vt: Any
-    o: Any
+    ot: Any
     lse: Any
+    k: Any
     m: Any
     total: Any
     acc: Any  # [H, q]
@@ -55,28 +57,36 @@ class _Forward(NamedTuple):
 class _Backward(NamedTuple):
     """Refs of the backward kernel: inputs, outputs, scratch."""
 
-    q: Any
     qt: Any
-    do: Any
+    ot: Any
     dot: Any
-    lse: Any  # of base 2
-    delta: Any
-    k: Any
+    lse: Any
+    dlse: Any
     kt: Any
+    vt: Any
+    dqt: Any
+    dkt: Any
+    dvt: Any
+    k: Any
     v: Any
-    dq: Any
-    dk: Any
-    dv: Any
+    do: Any  # [H, q], 0 where a row saw nothing, whatever its cotangents
+    exponent: Any  # [1, q], lse of base 2
+    delta: Any  # [1, q]
     dq_acc: Any  # [H, q]
     dk_acc: Any  # [H, resident]
     dv_acc: Any
 
 
 def forward_kernel(spec: Spec, offset_ref, *refs):
-    """One block of queries of one head against the resident keys. grid = (B, N, T // q, parts of S)."""
+    """One block of queries of one head against the resident keys. grid = (B, K, N // K, T // q, parts of S)."""
     segments, refs = _take_segments(spec, refs)
     sinks_ref, refs = (refs[0], _Forward(*refs[1:])) if spec.has_sinks else (None, _Forward(*refs))
-    n, i, part = (pl.program_id(axis) for axis in (1, 2, 3))
+    g, i, part = (pl.program_id(axis) for axis in (2, 3, 4))
+    n = pl.program_id(1) * pl.num_programs(2) + g
+
+    @pl.when((g == 0) & (i == 0) | (pl.num_programs(4) > 1))
+    def _():
+        _each_block(spec, lambda keys: _turn(refs.kt, refs.k, keys))
 
     @pl.when(part == 0)
     def _():
@@ -92,7 +102,7 @@ def forward_kernel(spec: Spec, offset_ref, *refs):
 
     spec.visits.run(i, offset_ref[0], low, high, _meeting(segments, i), body)
 
-    @pl.when(part == pl.num_programs(3) - 1)
+    @pl.when(part == pl.num_programs(4) - 1)
     def _():
         m, total = refs.m[...], refs.total[...]
         seen = total > 0
@@ -104,8 +114,7 @@ def forward_kernel(spec: Spec, offset_ref, *refs):
             total = total * shrink + jnp.exp2(sink - highest)
         total = jnp.where(seen, total, 1.0)
         refs.lse[...] = jnp.where(seen, (highest + jnp.log2(total)) * jnp.float32(1 / LOG2_E), -jnp.inf)
-        o_HQ = jnp.where(seen, refs.acc[...] * (shrink / total), 0.0)
-        refs.o[...] = o_HQ.T.astype(refs.o.dtype)
+        refs.ot[...] = jnp.where(seen, refs.acc[...] * (shrink / total), 0.0).astype(refs.ot.dtype)
 
 
 def backward_kernel(spec: Spec, scalars_ref, *refs):
@@ -116,39 +125,59 @@ def backward_kernel(spec: Spec, scalars_ref, *refs):
     segments, refs = _take_segments(spec, refs)
     refs = _Backward(*refs)
     g, i = pl.program_id(2), pl.program_id(3)
-    block = spec.sizes.k
-
-    def each_block(run):
-        def step(j, carry):
-            run(pl.ds(pl.multiple_of(j * block, block), block))
-            return carry
-
-        jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.sizes.resident // block), step, jnp.int32(0))
 
     @pl.when((g == 0) & (i == 0))
     def _():
-        def clear(keys):
-            refs.dk_acc[:, keys] = jnp.zeros((refs.dk_acc.shape[0], block), jnp.float32)
-            refs.dv_acc[:, keys] = jnp.zeros((refs.dv_acc.shape[0], block), jnp.float32)
+        def begin(keys):
+            _turn(refs.kt, refs.k, keys)
+            _turn(refs.vt, refs.v, keys)
+            for acc in (refs.dk_acc, refs.dv_acc):
+                acc[:, keys] = jnp.zeros((acc.shape[0], spec.sizes.k), jnp.float32)
 
-        each_block(clear)
+        _each_block(spec, begin)
 
-    refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+    _begin_rows(refs)
     low, high, first = _resident(spec, i, scalars_ref[1], scalars_ref[0], from_low=False)
 
     def body(j, view):
         _backward_block(spec, view, j - first, refs, segments)
 
     spec.visits.run(i, scalars_ref[0], low, high, _meeting(segments, i), body)
-    refs.dq[...] = (refs.dq_acc[...].T * spec.dq_scale).astype(refs.dq.dtype)
+    refs.dqt[...] = (refs.dq_acc[...] * spec.dq_scale).astype(refs.dqt.dtype)
 
     @pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))
     def _():
         def finish(keys):
-            refs.dk[keys, :] = (refs.dk_acc[:, keys].T * spec.dk_scale).astype(refs.dk.dtype)
-            refs.dv[keys, :] = refs.dv_acc[:, keys].T.astype(refs.dv.dtype)
+            refs.dkt[:, keys] = (refs.dk_acc[:, keys] * spec.dk_scale).astype(refs.dkt.dtype)
+            refs.dvt[:, keys] = refs.dv_acc[:, keys].astype(refs.dvt.dtype)
 
-        each_block(finish)
+        _each_block(spec, finish)
+
+
+def _begin_rows(refs: _Backward):
+    """What the tasks need of a block of queries: a row that saw nothing passes nothing."""
+    blind = refs.lse[...] == -jnp.inf
+    do_HQ = jnp.where(blind, 0.0, refs.dot[...].astype(jnp.float32))
+    delta = jnp.sum(refs.ot[...].astype(jnp.float32) * do_HQ, axis=0, keepdims=True) - refs.dlse[...]
+    refs.do[...] = do_HQ.astype(refs.do.dtype)
+    refs.delta[...] = jnp.where(blind, 0.0, delta)
+    refs.exponent[...] = jnp.where(blind, BLIND, refs.lse[...] * jnp.float32(LOG2_E))
+    refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+
+
+def _each_block(spec: Spec, run):
+    """`run` of the slice of each block of the resident keys."""
+
+    def step(j, carry):
+        run(pl.ds(pl.multiple_of(j * spec.sizes.k, spec.sizes.k), spec.sizes.k))
+        return carry
+
+    jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.sizes.resident // spec.sizes.k), step, jnp.int32(0))
+
+
+def _turn(source_ref, target_ref, keys):
+    """[H, keys] into [keys, H]."""
+    target_ref[keys, :] = source_ref[:, keys].astype(jnp.float32).T.astype(target_ref.dtype)
 
 
 def _resident(spec: Spec, i, part, offset, from_low: bool):
@@ -241,7 +270,7 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
         refs.fresh[tile // tasks.cut.queries] = 0
 
     def scores(task):
-        return _product(refs.k[tasks.keys(task), :], refs.q[tasks.queries(task), :], 1, 1)
+        return _product(refs.k[tasks.keys(task), :], refs.qt[:, tasks.queries(task)], 1, 0)
 
     for task, s_KQ in tasks.pipelined(scores):
         tile = task[0]
@@ -267,8 +296,8 @@ def _backward_block(spec, view, block, refs: _Backward, segments):
 
     def scores(task):
         queries, keys = tasks.queries(task), tasks.keys(task)
-        s_KQ = _product(refs.k[keys, :], refs.q[queries, :], 1, 1)
-        return s_KQ, _product(refs.v[keys, :], refs.do[queries, :], 1, 1)
+        s_KQ = _product(refs.k[keys, :], refs.qt[:, queries], 1, 0)
+        return s_KQ, _product(refs.v[keys, :], refs.do[:, queries], 1, 0)
 
     for task, (s_KQ, dp_KQ) in tasks.pipelined(scores):
         queries, keys = tasks.queries(task), tasks.keys(task)
@@ -276,11 +305,11 @@ def _backward_block(spec, view, block, refs: _Backward, segments):
             bent_KQ = jnp.tanh(s_KQ)
             s_KQ = spec.bend * bent_KQ
         s_KQ = tasks.mask(s_KQ, task, segments)
-        p_KQ = jnp.exp2(s_KQ - refs.lse[:, queries])
+        p_KQ = jnp.exp2(s_KQ - refs.exponent[:, queries])
         ds_KQ = p_KQ * (dp_KQ - refs.delta[:, queries])
         if spec.bend is not None:
             ds_KQ = ds_KQ * (1.0 - bent_KQ * bent_KQ)
-        p_KQ, ds_KQ = p_KQ.astype(refs.q.dtype), ds_KQ.astype(refs.q.dtype)
-        refs.dv_acc[:, keys] += _product(refs.dot[:, queries], p_KQ, 1, 1)
+        p_KQ, ds_KQ = p_KQ.astype(refs.qt.dtype), ds_KQ.astype(refs.qt.dtype)
+        refs.dv_acc[:, keys] += _product(refs.do[:, queries], p_KQ, 1, 1)
         refs.dk_acc[:, keys] += _product(refs.qt[:, queries], ds_KQ, 1, 1)
         refs.dq_acc[:, queries] += _product(refs.kt[:, keys], ds_KQ, 1, 0)

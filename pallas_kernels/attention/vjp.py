@@ -1,7 +1,7 @@
 """Calls of the attention kernels: layouts, block specs, the gradient.
 
-XLA copies the operands into the kernels' layouts, head by head, and pads them to whole blocks in the same copy. Keys
-beyond what VMEM holds are cut into parts: the forward kernel walks them in its grid; the backward pass runs once per
+Operands and results are [B, N, H, T], tokens in the lanes: so XLA lays out what comes of the projections and rotary
+positions anyway, and copies nothing but to pad tokens to whole blocks. Keys beyond what VMEM holds are cut into parts: the forward kernel walks them in its grid; the backward pass runs once per
 part and adds up dq in float32.
 """
 
@@ -20,7 +20,6 @@ from pallas_kernels.attention.visits import Visits
 from pallas_kernels.runtime import chip_in_use, divide, shape_like, vary_like
 
 LARGEST_HEAD_DIM = 256
-BLIND = 1e30  # in place of the lse of a row that saw nothing: its probabilities come out as 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,58 +133,53 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
         last = divide(jnp.maximum(high - 1, low), blocks_per_part)
         return jnp.minimum(divide(low, blocks_per_part) + part, last)
 
-    def q_map(b, n, i, part, offset_ref):  # a block of queries
-        return b, n, i, 0
+    def q_map(b, k, g, i, part, offset_ref):  # a block of queries
+        return b, k * group + g, 0, i
 
-    def k_map(b, n, i, part, offset_ref):  # the keys of a part
-        return b, divide(n, group), part_of(i, part, offset_ref), 0
-
-    def vt_map(b, n, i, part, offset_ref):  # its values, head dim first
-        return b, divide(n, group), 0, part_of(i, part, offset_ref)
-
-    def row_map(b, n, i, part, offset_ref):  # statistics of a block of queries
-        return b, n, 0, i
+    def k_map(b, k, g, i, part, offset_ref):  # the keys and values of a part
+        return b, k, 0, part_of(i, part, offset_ref)
 
     in_specs, operands = [], []
     if segments is not None:
         in_specs += _segment_specs(
-            call, lambda b, n, i, part, ref: (b, i), lambda b, n, i, part, ref: (b, part_of(i, part, ref))
+            call, lambda b, k, g, i, part, ref: (b, i), lambda b, k, g, i, part, ref: (b, part_of(i, part, ref))
         )
         operands += segments
     if sinks_N is not None:
         in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
         operands.append(sinks_N)
     in_specs += [
-        pl.BlockSpec((None, None, sizes.q, call.H), q_map),
-        pl.BlockSpec((None, None, sizes.resident, call.H), k_map),
-        pl.BlockSpec((None, None, call.HV, sizes.resident), vt_map),
+        pl.BlockSpec((None, None, call.H, sizes.q), q_map),
+        pl.BlockSpec((None, None, call.H, sizes.resident), k_map),
+        pl.BlockSpec((None, None, call.HV, sizes.resident), k_map),
     ]
-    operands += [_queries(call, q_BTNH, call.q_scale), _keys(call, k_BSKH), _keys(call, v_BSKH).swapaxes(2, 3)]
+    operands += [_queries(call, q_BTNH, call.q_scale), _keys(call, k_BSKH), _keys(call, v_BSKH)]
     o, lse = _pallas_call(
         call,
         forward_kernel,
         offset_1,
         operands,
-        # grid = (B, N, T // q, parts of S)
-        grid=(call.B, call.N, call.q_blocks, _parts_met(call)),
-        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        # grid = (B, K, N // K, T // q, parts of S)
+        grid=(call.B, call.K, group, call.q_blocks, _parts_met(call)),
+        semantics=("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary"),
         in_specs=in_specs,
         out_specs=[
-            pl.BlockSpec((None, None, sizes.q, call.HV), q_map),
-            pl.BlockSpec((None, None, 1, sizes.q), row_map),
+            pl.BlockSpec((None, None, call.HV, sizes.q), q_map),
+            pl.BlockSpec((None, None, 1, sizes.q), q_map),
         ],
         out_shape=[
-            shape_like((call.B, call.N, call.padded_queries, call.HV), q_BTNH.dtype, q_BTNH),
+            shape_like((call.B, call.N, call.HV, call.padded_queries), q_BTNH.dtype, q_BTNH),
             shape_like((call.B, call.N, 1, call.padded_queries), jnp.float32, q_BTNH),
         ],
         scratch_shapes=[
+            pltpu.VMEM((sizes.resident, call.H), k_BSKH.dtype),
             pltpu.VMEM((1, sizes.q), jnp.float32),
             pltpu.VMEM((1, sizes.q), jnp.float32),
             pltpu.VMEM((call.HV, sizes.q), jnp.float32),
             pltpu.SMEM((sizes.q // sizes.forward.queries,), jnp.int32),
         ],
     )
-    o_BTNH, lse_BNT = o[:, :, : call.T].swapaxes(1, 2), lse[:, :, 0, : call.T]
+    o_BTNH, lse_BNT = _tokens_first(o, call.T), lse[:, :, 0, : call.T]
     return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT)
 
 
@@ -193,24 +187,16 @@ def attend_backward(call: _Call, residuals, cotangents):
     """Gradients of q, k, v and sinks, from `_attend_fwd`'s residuals; o and lse may be those of more keys."""
     q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT = cotangents
-    delta_BNT = jnp.einsum("BTNH,BTNH->BNT", o_BTNH.astype(jnp.float32), do_BTNH.astype(jnp.float32)) - dlse_BNT
-    blind_BNT = jnp.isneginf(lse_BNT)
     dsinks_N = None
     if sinks_N is not None:
-        p_BNT = jnp.where(blind_BNT, 0.0, jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, 0.0, lse_BNT)))
+        delta_BNT = jnp.einsum("BTNH,BTNH->BNT", o_BTNH.astype(jnp.float32), do_BTNH.astype(jnp.float32)) - dlse_BNT
+        blind_BNT = jnp.isneginf(lse_BNT)
+        p_BNT = jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, jnp.inf, lse_BNT))
         dsinks_N = -jnp.sum(jnp.where(blind_BNT, 0.0, p_BNT * delta_BNT), axis=(0, 2))
-    lse_BN1T = _rows(call, jnp.where(blind_BNT, BLIND, lse_BNT * LOG2_E), BLIND)
-    # A row that saw nothing passes nothing, whatever its cotangents.
-    delta_BN1T = _rows(call, jnp.where(blind_BNT, 0.0, delta_BNT), 0.0)
-    do_BTNH = jnp.where(blind_BNT.swapaxes(1, 2)[..., None], 0, do_BTNH)
-    q, do, k, v = (
-        _queries(call, q_BTNH, call.q_scale),
-        _queries(call, do_BTNH),
-        _keys(call, k_BSKH),
-        _keys(call, v_BSKH),
-    )
+    q = _queries(call, q_BTNH, call.q_scale)
     operands = [] if segments is None else [*segments]
-    operands += [q, q.swapaxes(2, 3), do, do.swapaxes(2, 3), lse_BN1T, delta_BN1T, k, k.swapaxes(2, 3), v]
+    operands += [q, _queries(call, o_BTNH), _queries(call, do_BTNH), _rows(call, lse_BNT), _rows(call, dlse_BNT)]
+    operands += [_keys(call, k_BSKH), _keys(call, v_BSKH)]
     if call.parts == 1:
         dq, dk, dv = _backward_part(call, offset_1, 0, operands, q_BTNH.dtype)
     else:
@@ -221,9 +207,9 @@ def attend_backward(call: _Call, residuals, cotangents):
 
         zeros = vary_like(jnp.zeros(q.shape, jnp.float32), q)
         dq, parts = jax.lax.scan(add_part, zeros, jnp.arange(call.parts, dtype=jnp.int32))
-        dk, dv = (jnp.moveaxis(x, 0, 2).reshape(call.B, call.K, call.padded_keys, -1) for x in parts)
-    dq_BTNH = dq[:, :, : call.T].swapaxes(1, 2).astype(q_BTNH.dtype)
-    dk_BSKH, dv_BSKH = (x[:, :, : call.S].swapaxes(1, 2) for x in (dk, dv))
+        dk, dv = (jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], call.padded_keys) for x in parts)
+    dq_BTNH = _tokens_first(dq, call.T).astype(q_BTNH.dtype)
+    dk_BSKH, dv_BSKH = (_tokens_first(x, call.S) for x in (dk, dv))
     return dq_BTNH, dk_BSKH, dv_BSKH, None, None, dsinks_N
 
 
@@ -231,20 +217,14 @@ _attend.defvjp(_attend_fwd, attend_backward)
 
 
 def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
-    """dq from one part of the keys, [B, N, T, H] in whole blocks, and that part's dk and dv, [B, K, resident, H]."""
+    """dq from one part of the keys, [B, N, H, T] in whole blocks, and that part's dk and dv, [B, K, H, resident]."""
     sizes = call.spec.sizes
     group = call.N // call.K
 
-    def q_map(b, k, g, i, scalars_ref):  # a block of queries
-        return b, k * group + g, i, 0
-
-    def qt_map(b, k, g, i, scalars_ref):  # the same, head dim first; its statistics
+    def q_map(b, k, g, i, scalars_ref):  # a block of queries, and its statistics
         return b, k * group + g, 0, i
 
     def k_map(b, k, g, i, scalars_ref):  # the part's keys and values
-        return b, k, scalars_ref[1], 0
-
-    def kt_map(b, k, g, i, scalars_ref):  # its keys, head dim first
         return b, k, 0, scalars_ref[1]
 
     def dk_map(b, k, g, i, scalars_ref):  # gradients of the part
@@ -257,11 +237,8 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
     if call.spec.visits.segmented:
         in_specs += _segment_specs(call, lambda b, k, g, i, ref: (b, i), lambda b, k, g, i, ref: (b, ref[1]))
     in_specs += [
-        *(block((sizes.q, call.H), q_map), block((call.H, sizes.q), qt_map)),
-        *(block((sizes.q, call.HV), q_map), block((call.HV, sizes.q), qt_map)),
-        *(block((1, sizes.q), qt_map), block((1, sizes.q), qt_map)),
-        *(block((sizes.resident, call.H), k_map), block((call.H, sizes.resident), kt_map)),
-        block((sizes.resident, call.HV), k_map),
+        *(block((rows, sizes.q), q_map) for rows in (call.H, call.HV, call.HV, 1, 1)),
+        *(block((rows, sizes.resident), k_map) for rows in (call.H, call.HV)),
     ]
     like, dtype = operands[-1], operands[-1].dtype
     part_1 = vary_like(jnp.asarray(part, jnp.int32).reshape(1), offset_1)
@@ -275,16 +252,21 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         in_specs=in_specs,
         out_specs=[
-            block((sizes.q, call.H), q_map),
-            block((sizes.resident, call.H), dk_map),
-            block((sizes.resident, call.HV), dk_map),
+            block((call.H, sizes.q), q_map),
+            block((call.H, sizes.resident), dk_map),
+            block((call.HV, sizes.resident), dk_map),
         ],
         out_shape=[
-            shape_like((call.B, call.N, call.padded_queries, call.H), dq_dtype, like),
-            shape_like((call.B, call.K, sizes.resident, call.H), dtype, like),
-            shape_like((call.B, call.K, sizes.resident, call.HV), dtype, like),
+            shape_like((call.B, call.N, call.H, call.padded_queries), dq_dtype, like),
+            shape_like((call.B, call.K, call.H, sizes.resident), dtype, like),
+            shape_like((call.B, call.K, call.HV, sizes.resident), dtype, like),
         ],
         scratch_shapes=[
+            pltpu.VMEM((sizes.resident, call.H), dtype),
+            pltpu.VMEM((sizes.resident, call.HV), dtype),
+            pltpu.VMEM((call.HV, sizes.q), dtype),
+            pltpu.VMEM((1, sizes.q), jnp.float32),
+            pltpu.VMEM((1, sizes.q), jnp.float32),
             pltpu.VMEM((call.H, sizes.q), jnp.float32),
             pltpu.VMEM((call.H, sizes.resident), jnp.float32),
             pltpu.VMEM((call.HV, sizes.resident), jnp.float32),
@@ -324,19 +306,25 @@ def _parts_met(call: _Call) -> int:
 
 
 def _queries(call: _Call, x_BTNH, scale: float | None = None):
-    """[B, N, T, H], T in whole blocks, scaled in float32."""
-    x_BNTH = x_BTNH.swapaxes(1, 2)
+    """[B, N, H, T], T in whole blocks, scaled in float32."""
     if scale is not None:
-        x_BNTH = (x_BNTH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
-    return _pad(x_BNTH, 2, call.padded_queries, 0)
+        x_BTNH = (x_BTNH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
+    return _pad(x_BTNH.transpose(0, 2, 3, 1), 3, call.padded_queries, 0)
 
 
 def _keys(call: _Call, x_BSKH):
-    return _pad(x_BSKH.swapaxes(1, 2), 2, call.padded_keys, 0)
+    """[B, K, H, S], S in whole parts."""
+    return _pad(x_BSKH.transpose(0, 2, 3, 1), 3, call.padded_keys, 0)
 
 
-def _rows(call: _Call, x_BNT, fill: float):
-    return _pad(x_BNT, 2, call.padded_queries, fill)[:, :, None, :]
+def _tokens_first(x_BNHT, length: int):
+    """The first `length` tokens, as [B, T, N, H]."""
+    return x_BNHT[..., :length].transpose(0, 3, 1, 2)
+
+
+def _rows(call: _Call, x_BNT):
+    """[B, N, 1, T], T in whole blocks; those past the end saw nothing."""
+    return _pad(x_BNT, 2, call.padded_queries, -jnp.inf)[:, :, None, :]
 
 
 def _pad(x, axis: int, size: int, fill):
