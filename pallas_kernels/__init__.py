@@ -7,12 +7,14 @@ raises; none ignores one.
 
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.attention.context import context_attention
+from pallas_kernels.attention.rotary import apply_rope
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.gated_mlp import gated_mlp
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 __all__ = [
+    "apply_rope",
     "context_attention",
     "flash_attention",
     "fused_matmul",

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_train import ops
 from tpu_train.config import RunConfig
-from tpu_train.models.layers import MLP, Attention, Context, apply_rope, rotary_angles
+from tpu_train.models.layers import MLP, Attention, Context, rotary_angles
 from tpu_train.precision import resolve
 from tpu_train.sharding import SPECS
 
@@ -113,7 +114,7 @@ def test_norm_of_zeros_is_zero(tiny, random_model):
 
 
 def rope(x, positions, theta=10_000.0):
-    return apply_rope(x, *rotary_angles(jnp.asarray(positions, jnp.int32), x.shape[-1], theta, COMPUTE))
+    return ops.apply_rope(x, *rotary_angles(jnp.asarray(positions, jnp.int32), x.shape[-1], theta, COMPUTE))
 
 
 @pytest.mark.parametrize(("first", "tolerance"), [(0, 1e-5), (1000, 3e-4), (100_000, 3e-2)])

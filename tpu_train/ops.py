@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import apply_rope
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
@@ -67,10 +68,16 @@ def attention(
     window: int,
     soft_cap: float | None,
     q_offset: int | jax.Array = 0,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
     compute: Compute,
 ) -> jax.Array:
-    """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them)."""
+    """Causal attention, o_BTNH. `window` 0 is none; `segment_ids_BT` serve queries and keys (so T = S with them).
+
+    `rotary`: cos and sin, [B, T, H / 2], by which q and k are turned first; only the kernels do that as they go.
+    """
     if jax.sharding.get_abstract_mesh().shape["context"] > 1:
+        if rotary is not None:
+            q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
         return _context_attention(
             *(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT),
             window=window,
@@ -87,7 +94,7 @@ def attention(
     if compute.platform == "gpu" and implementation == "xla" and cudnn_can:
         implementation = "cudnn"
 
-    def local(q, k, v, segment_ids, offset=q_offset):
+    def local(q, k, v, segment_ids, rotary, offset=q_offset):
         return pallas_kernels.flash_attention(
             *(q, k, v),
             window=window or None,
@@ -95,17 +102,19 @@ def attention(
             kv_segment_ids_BS=segment_ids,
             q_offset=offset,
             logit_soft_cap=soft_cap,
+            rotary=rotary,
             implementation=implementation,
         )
 
     segments = None if segment_ids_BT is None else SPECS["BT"]
+    angles = None if rotary is None else SPECS["BT"]
     # An int stays one: implementations may build on an offset that they know when they are traced.
     traced_offset = [q_offset] if isinstance(q_offset, jax.Array) else []
     return jax.shard_map(
         local,
-        in_specs=(SPECS["BTNH"], SPECS["BSKH"], SPECS["BSKH"], segments, *(P() for _ in traced_offset)),
+        in_specs=(*(SPECS[dims] for dims in ("BTNH", "BSKH", "BSKH")), segments, angles, *(P() for _ in traced_offset)),
         out_specs=SPECS["BTNH"],
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *traced_offset)
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, rotary, *traced_offset)
 
 
 def _check_head_dim(q_BTNH: jax.Array, implementation: str) -> None:

@@ -11,6 +11,8 @@ from pallas_kernels.attention import short
 from pallas_kernels.attention.blocks import BlockSizes
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.reference import attention_reference
+from pallas_kernels.attention.rotary import apply_rope
+from pallas_kernels.attention.rotary import check as check_rotary
 from pallas_kernels.attention.vjp import attention_pallas
 from pallas_kernels.attention.xla import attention_xla, cudnn_attention, cudnn_can_run
 from pallas_kernels.runtime import vary_alike
@@ -33,6 +35,7 @@ def flash_attention(
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
     return_lse: bool = False,
     block_sizes: BlockSizes | None = None,
     implementation: str = "xla",
@@ -53,6 +56,8 @@ def flash_attention(
       logit_soft_cap: cap * tanh(score / cap), after the scale.
       sinks_N: a logit per query head, float32, bfloat16 or float16, that joins the softmax's denominator and has no
         value (gpt-oss; the idea is arXiv:2309.17453's). Neither scaled nor capped.
+      rotary: cos and sin, float32 [B, T, H / 2], of the angles by which q and k are turned first (`apply_rope`); for
+        T = S. They have no gradient.
       return_lse: also return the lse.
       block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
       implementation: "reference", "xla" (blocked), "cudnn" (on an NVIDIA GPU, fewer options), "pallas" (on a TPU) or
@@ -67,6 +72,11 @@ def flash_attention(
       ValueError: shapes or dtypes that do not fit together, or an option that `implementation` can't honour.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, logit_soft_cap, sinks_N)
+    if rotary is not None:
+        check_rotary(rotary, q_BTNH, k_BSKH)
+        if implementation not in KERNELS:  # they turn them as they read them
+            q_BTNH, k_BSKH = (apply_rope(x, *jax.lax.stop_gradient(rotary)) for x in (q_BTNH, k_BSKH))
+            rotary = None
     mask = Mask.of(causal, window)
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if implementation == "cudnn":
@@ -93,8 +103,12 @@ def flash_attention(
     if block_sizes is not None and implementation not in KERNELS:
         raise ValueError(f"flash_attention: {implementation} takes no block_sizes; {' and '.join(KERNELS)} do")
     sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
+    operands = q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, sinks_N
+    *operands, cos_BTR, sin_BTR = vary_alike(*operands, *(rotary or (None, None)))
+    if rotary is not None:
+        run = functools.partial(run, rotary=(cos_BTR, sin_BTR))
     o_BTNH, lse_BNT = run(
-        *vary_alike(q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset, sinks_N),
+        *operands,
         mask=mask,
         scale=scale,
         soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),

@@ -119,10 +119,12 @@ def vmem_bytes(sizes: BlockSizes, head_dim: int, value_dim: int, itemsize: int) 
     q_block = 2 * sizes.q * both * itemsize
     keys = 2 * sizes.resident * both * itemsize
     rows = 16 * 8 * sizes.q * 4
-    forward = q_block + keys + sizes.resident * head_dim * itemsize + sizes.q * value_dim * 4 + rows
+    kept = (sizes.q + sizes.resident) * head_dim * itemsize  # q and k, turned
+    angles = 2 * (sizes.q + sizes.resident) * head_dim * 4
+    forward = q_block + keys + kept + angles + sizes.q * value_dim * 4 + rows
     backward = q_block + 3 * sizes.q * value_dim * itemsize + 2 * sizes.q * head_dim * (itemsize + 4) + rows
-    # k and v come in and are turned, dk and dv are summed in float32 and go out.
-    backward += 2 * keys + sizes.resident * both * (itemsize + 4)
+    # k and v come in and are kept the other way round, dk and dv are summed in float32 and go out.
+    backward += 2 * keys + sizes.resident * both * (itemsize + 4) + kept + angles
     return {"forward": forward, "backward": backward}
 
 

@@ -14,15 +14,17 @@ from pallas_kernels.schedule import Counts, Region, ScheduleError
 
 def cases() -> list[Case]:
     """bf16, causal, no packing. One case: the compiler takes a minute over it, writing its dumps."""
-    return [causal(2048, 128)]
+    return [causal(2048, 128, rotary=True)]
 
 
-def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int = 8) -> Case:
+def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int = 8, rotary: bool = False) -> Case:
     """Forward with lse, then backward, of one sequence of `seq_len` tokens."""
     q, kv = (jax.ShapeDtypeStruct((1, seq_len, heads, head_dim), jnp.bfloat16) for heads in (num_heads, num_kv_heads))
 
-    def train(q_BTNH, k_BSKH, v_BSKH):
-        attend = functools.partial(flash_attention, implementation="pallas")
+    angles = (jax.ShapeDtypeStruct((1, seq_len, head_dim // 2), jnp.float32),) * 2 * rotary
+
+    def train(q_BTNH, k_BSKH, v_BSKH, *angles):
+        attend = functools.partial(flash_attention, rotary=angles or None, implementation="pallas")
         o_BTNH, vjp = jax.vjp(attend, q_BTNH, k_BSKH, v_BSKH)
         return o_BTNH, vjp(o_BTNH)
 
@@ -47,7 +49,7 @@ def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int =
     return Case(
         f"flash_attention/causal-{num_heads}-{num_kv_heads}-{seq_len}x{head_dim}",
         train,
-        (q, kv, kv),
+        (q, kv, kv, *angles),
         counts,
         flops=7 * 2 * seen * head_dim,  # two products forward, five backward
     )

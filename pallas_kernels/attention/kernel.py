@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.blocks import BlockSizes, Cut
+from pallas_kernels.attention.rotary import turn
 from pallas_kernels.attention.visits import View, Visits
 from pallas_kernels.runtime import divide
 
@@ -36,7 +37,9 @@ class Spec:
     bend: float | None
     dq_scale: float
     dk_scale: float
+    q_scale: float
     has_sinks: bool
+    rotary: bool
 
 
 class _Forward(NamedTuple):
@@ -47,6 +50,7 @@ class _Forward(NamedTuple):
     vt: Any
     ot: Any
     lse: Any
+    q: Any  # [H, q], scaled
     k: Any
     m: Any
     total: Any
@@ -67,6 +71,7 @@ class _Backward(NamedTuple):
     dqt: Any
     dkt: Any
     dvt: Any
+    q: Any  # [H, q], scaled
     k: Any
     v: Any
     do: Any  # [H, q], 0 where a row saw nothing, whatever its cotangents
@@ -75,21 +80,24 @@ class _Backward(NamedTuple):
     dq_acc: Any  # [H, q]
     dk_acc: Any  # [H, resident]
     dv_acc: Any
+    turned_kt: Any = None  # [H, resident], where there are rotary positions
 
 
 def forward_kernel(spec: Spec, offset_ref, *refs):
     """One block of queries of one head against the resident keys. grid = (B, K, N // K, T // q, parts of S)."""
     segments, refs = _take_segments(spec, refs)
+    angles, refs = _take_angles(spec, refs)
     sinks_ref, refs = (refs[0], _Forward(*refs[1:])) if spec.has_sinks else (None, _Forward(*refs))
     g, i, part = (pl.program_id(axis) for axis in (2, 3, 4))
     n = pl.program_id(1) * pl.num_programs(2) + g
 
     @pl.when((g == 0) & (i == 0) | (pl.num_programs(4) > 1))
     def _():
-        _each_block(spec, lambda keys: _turn(refs.kt, refs.k, keys))
+        _each_block(spec, lambda keys: _set_keys(refs.kt, refs.k, keys, angles))
 
     @pl.when(part == 0)
     def _():
+        _set_queries(spec, refs, angles)
         refs.m[...] = jnp.full_like(refs.m, NOTHING)
         refs.total[...] = jnp.zeros_like(refs.total)
         for tile in range(spec.sizes.q // spec.sizes.forward.queries):
@@ -123,19 +131,23 @@ def backward_kernel(spec: Spec, scalars_ref, *refs):
     grid = (B, K, N // K, T // q)
     """
     segments, refs = _take_segments(spec, refs)
+    angles, refs = _take_angles(spec, refs)
     refs = _Backward(*refs)
     g, i = pl.program_id(2), pl.program_id(3)
 
     @pl.when((g == 0) & (i == 0))
     def _():
         def begin(keys):
-            _turn(refs.kt, refs.k, keys)
-            _turn(refs.vt, refs.v, keys)
+            if angles is not None:
+                _write(refs.turned_kt, keys, refs.kt[:, keys].astype(jnp.float32), angles.keys)
+            _set_keys(refs.kt, refs.k, keys, angles)
+            _set_keys(refs.vt, refs.v, keys)
             for acc in (refs.dk_acc, refs.dv_acc):
                 acc[:, keys] = jnp.zeros((acc.shape[0], spec.sizes.k), jnp.float32)
 
         _each_block(spec, begin)
 
+    _set_queries(spec, refs, angles)
     _begin_rows(refs)
     low, high, first = _resident(spec, i, scalars_ref[1], scalars_ref[0], from_low=False)
 
@@ -143,12 +155,12 @@ def backward_kernel(spec: Spec, scalars_ref, *refs):
         _backward_block(spec, view, j - first, refs, segments)
 
     spec.visits.run(i, scalars_ref[0], low, high, _meeting(segments, i), body)
-    refs.dqt[...] = (refs.dq_acc[...] * spec.dq_scale).astype(refs.dqt.dtype)
+    _write(refs.dqt, slice(None), refs.dq_acc[...] * spec.dq_scale, angles and angles.queries, back=True)
 
     @pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))
     def _():
         def finish(keys):
-            refs.dkt[:, keys] = (refs.dk_acc[:, keys] * spec.dk_scale).astype(refs.dkt.dtype)
+            _write(refs.dkt, keys, refs.dk_acc[:, keys] * spec.dk_scale, angles and angles.keys, back=True)
             refs.dvt[:, keys] = refs.dv_acc[:, keys].astype(refs.dvt.dtype)
 
         _each_block(spec, finish)
@@ -175,9 +187,29 @@ def _each_block(spec: Spec, run):
     jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.sizes.resident // spec.sizes.k), step, jnp.int32(0))
 
 
-def _turn(source_ref, target_ref, keys):
+def _set_queries(spec: Spec, refs: _Forward | _Backward, angles):
+    """`refs.q` from the block of queries."""
+    q_HQ = refs.qt[...].astype(jnp.float32) * jnp.float32(spec.q_scale)
+    _write(refs.q, slice(None), q_HQ, angles and angles.queries)
+
+
+def _set_keys(source_ref, target_ref, keys, angles=None):
     """[H, keys] into [keys, H]."""
-    target_ref[keys, :] = source_ref[:, keys].astype(jnp.float32).T.astype(target_ref.dtype)
+    x_HK = source_ref[:, keys].astype(jnp.float32)
+    target_ref[keys, :] = _turned(x_HK, angles and angles.keys, keys).T.astype(target_ref.dtype)
+
+
+def _write(target_ref, columns, x_HT, angles, back: bool = False):
+    """Writes `x_HT`, turned by the angles of its columns, or turned back, if there are any."""
+    target_ref[:, columns] = _turned(x_HT, angles, columns, back).astype(target_ref.dtype)
+
+
+def _turned(x_HT, angles, columns, back: bool = False):
+    if angles is None:
+        return x_HT
+    cos, sin = (ref[:, columns] for ref in angles)
+    half = x_HT.shape[0] // 2
+    return jnp.concatenate(turn(x_HT[:half], x_HT[half:], cos, -sin if back else sin))
 
 
 def _resident(spec: Spec, i, part, offset, from_low: bool):
@@ -199,6 +231,17 @@ class _Segments:
     k_ref: object
     q_blocks_ref: object
     k_blocks_ref: object
+
+
+class _Angles(NamedTuple):
+    """(cos, sin) of rotary positions, each [H / 2, rows]."""
+
+    queries: Any
+    keys: Any
+
+
+def _take_angles(spec, refs):
+    return (_Angles(refs[:2], refs[2:4]), refs[4:]) if spec.rotary else (None, refs)
 
 
 def _take_segments(spec, refs):
@@ -270,7 +313,7 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
         refs.fresh[tile // tasks.cut.queries] = 0
 
     def scores(task):
-        return _product(refs.k[tasks.keys(task), :], refs.qt[:, tasks.queries(task)], 1, 0)
+        return _product(refs.k[tasks.keys(task), :], refs.q[:, tasks.queries(task)], 1, 0)
 
     for task, s_KQ in tasks.pipelined(scores):
         tile = task[0]
@@ -292,11 +335,12 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
 
 
 def _backward_block(spec, view, block, refs: _Backward, segments):
+    kt_ref = refs.turned_kt if spec.rotary else refs.kt
     tasks = _Tasks(spec, spec.sizes.backward, view, block)
 
     def scores(task):
         queries, keys = tasks.queries(task), tasks.keys(task)
-        s_KQ = _product(refs.k[keys, :], refs.qt[:, queries], 1, 0)
+        s_KQ = _product(refs.k[keys, :], refs.q[:, queries], 1, 0)
         return s_KQ, _product(refs.v[keys, :], refs.do[:, queries], 1, 0)
 
     for task, (s_KQ, dp_KQ) in tasks.pipelined(scores):
@@ -311,5 +355,5 @@ def _backward_block(spec, view, block, refs: _Backward, segments):
             ds_KQ = ds_KQ * (1.0 - bent_KQ * bent_KQ)
         p_KQ, ds_KQ = p_KQ.astype(refs.qt.dtype), ds_KQ.astype(refs.qt.dtype)
         refs.dv_acc[:, keys] += _product(refs.do[:, queries], p_KQ, 1, 1)
-        refs.dk_acc[:, keys] += _product(refs.qt[:, queries], ds_KQ, 1, 1)
-        refs.dq_acc[:, queries] += _product(refs.kt[:, keys], ds_KQ, 1, 0)
+        refs.dk_acc[:, keys] += _product(refs.q[:, queries], ds_KQ, 1, 1)
+        refs.dq_acc[:, queries] += _product(kt_ref[:, keys], ds_KQ, 1, 0)

@@ -16,9 +16,9 @@ def part_backward(q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, whole, *, mask, o
     operands = q_BTNH, k_BSKH, v_BSKH
     if how != "xla":
         call, segments, offset_1 = vjp.prepare(
-            *(*operands, q_ids_BT, kv_ids_BS, offset, False, mask, scale, soft_cap, sizes, how == "interpret")
+            *(*operands, q_ids_BT, kv_ids_BS, offset, mask, scale, soft_cap, sizes, how == "interpret")
         )
-        return vjp.attend_backward(call, (*operands, segments, offset_1, None, *whole[:2]), whole[2:])[:3]
+        return vjp.attend_backward(call, (*operands, segments, None, offset_1, None, *whole[:2]), whole[2:])[:3]
     options = xla.options_of(q_BTNH, k_BSKH, mask, scale, soft_cap)
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     (q, k, v), back = jax.vjp(lambda q, k, v: xla.laid_out(options, q, k, v, None, None)[:3], *operands)

@@ -1,8 +1,8 @@
 """Calls of the attention kernels: layouts, block specs, the gradient.
 
-Operands and results are [B, N, H, T], tokens in the lanes: so XLA lays out what comes of the projections and rotary
-positions anyway, and copies nothing but to pad tokens to whole blocks. Keys beyond what VMEM holds are cut into parts: the forward kernel walks them in its grid; the backward pass runs once per
-part and adds up dq in float32.
+Operands and results are [B, N, H, T], tokens in the lanes: so XLA lays out what comes of the projections anyway, and
+copies nothing but to pad tokens to whole blocks. Keys beyond what VMEM holds are cut into parts: the forward kernel
+walks them in its grid; the backward pass runs once per part and adds up dq in float32.
 """
 
 import dataclasses
@@ -16,10 +16,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
+from pallas_kernels.attention.rotary import apply_rope
 from pallas_kernels.attention.visits import Visits
 from pallas_kernels.runtime import chip_in_use, divide, shape_like, vary_like
 
 LARGEST_HEAD_DIM = 256
+TURNED_IN_KERNEL = 32  # head dims that are a multiple of it: their halves fill whole tiles of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,6 @@ class _Call:
     K: int
     H: int
     HV: int
-    q_scale: float
     vmem_limit: int
     interpret: bool
 
@@ -67,6 +68,7 @@ def attention_pallas(
     mask,
     scale,
     soft_cap,
+    rotary=None,
     sizes: blocks.BlockSizes | None = None,
     interpret: bool = False,
 ):
@@ -77,12 +79,20 @@ def attention_pallas(
     Raises:
       ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
     """
+    if rotary is not None and q_BTNH.shape[3] % TURNED_IN_KERNEL:
+        q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
+        rotary = None
     operands = (q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset)
-    call, segments, offset_1 = prepare(*operands, sinks_N is not None, mask, scale, soft_cap, sizes, interpret)
-    return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)
+    has = {"has_sinks": sinks_N is not None, "rotary": rotary is not None}
+    call, segments, offset_1 = prepare(*operands, mask, scale, soft_cap, sizes, interpret, **has)
+    angles = None if rotary is None else _angles(call, *rotary)
+    return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N)
 
 
-def prepare(q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, q_offset, has_sinks, mask, scale, soft_cap, sizes, interpret):
+def prepare(
+    q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, q_offset, mask, scale, soft_cap, sizes, interpret, *,
+    has_sinks=False, rotary=False,
+):  # fmt: skip
     """(call, segments, offset as an array) of `attention_pallas`'s operands; raises what that raises."""
     B, T, N, H = q_BTNH.shape
     S, K, HV = k_BSKH.shape[1], k_BSKH.shape[2], v_BSKH.shape[3]
@@ -105,9 +115,9 @@ def prepare(q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, q_offset, has_sinks, ma
     visits = Visits(mask, T, S, sizes.q, sizes.k, offset, segmented=q_ids_BT is not None)
     bend = None if soft_cap is None else soft_cap * LOG2_E
     q_scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
-    spec = Spec(visits, sizes, bend, dq_scale=scale, dk_scale=scale / q_scale, has_sinks=has_sinks)
+    spec = Spec(visits, sizes, bend, scale, scale / q_scale, q_scale, has_sinks, rotary)
     limit = blocks.vmem_limit(sizes, H, HV, dtype.itemsize, chip)
-    call = _Call(spec, B, T, S, N, K, H, HV, q_scale, limit, interpret)
+    call = _Call(spec, B, T, S, N, K, H, HV, limit, interpret)
     segments = None
     if q_ids_BT is not None:
         segments = _segments(call, q_ids_BT, kv_ids_BS)
@@ -116,11 +126,11 @@ def prepare(q_BTNH, k_BSKH, v_BSKH, q_ids_BT, kv_ids_BS, q_offset, has_sinks, ma
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N):
-    return _attend_fwd(call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N)[0]
+def _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N):
+    return _attend_fwd(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N)[0]
 
 
-def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N):
+def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N):
     sizes, visits = call.spec.sizes, call.spec.visits
     group = call.N // call.K
     blocks_per_part = sizes.resident // sizes.k
@@ -139,12 +149,12 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
     def k_map(b, k, g, i, part, offset_ref):  # the keys and values of a part
         return b, k, 0, part_of(i, part, offset_ref)
 
-    in_specs, operands = [], []
-    if segments is not None:
-        in_specs += _segment_specs(
-            call, lambda b, k, g, i, part, ref: (b, i), lambda b, k, g, i, part, ref: (b, part_of(i, part, ref))
-        )
-        operands += segments
+    in_specs, operands = _row_specs(
+        call,
+        *(segments, angles),
+        lambda b, k, g, i, part, ref: (b, i),
+        lambda b, k, g, i, part, ref: (b, part_of(i, part, ref)),
+    )
     if sinks_N is not None:
         in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
         operands.append(sinks_N)
@@ -153,7 +163,7 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
         pl.BlockSpec((None, None, call.H, sizes.resident), k_map),
         pl.BlockSpec((None, None, call.HV, sizes.resident), k_map),
     ]
-    operands += [_queries(call, q_BTNH, call.q_scale), _keys(call, k_BSKH), _keys(call, v_BSKH)]
+    operands += [_queries(call, q_BTNH), _keys(call, k_BSKH), _keys(call, v_BSKH)]
     o, lse = _pallas_call(
         call,
         forward_kernel,
@@ -172,6 +182,7 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
             shape_like((call.B, call.N, 1, call.padded_queries), jnp.float32, q_BTNH),
         ],
         scratch_shapes=[
+            pltpu.VMEM((call.H, sizes.q), q_BTNH.dtype),
             pltpu.VMEM((sizes.resident, call.H), k_BSKH.dtype),
             pltpu.VMEM((1, sizes.q), jnp.float32),
             pltpu.VMEM((1, sizes.q), jnp.float32),
@@ -180,12 +191,12 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N
         ],
     )
     o_BTNH, lse_BNT = _tokens_first(o, call.T), lse[:, :, 0, : call.T]
-    return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT)
+    return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N, o_BTNH, lse_BNT)
 
 
 def attend_backward(call: _Call, residuals, cotangents):
     """Gradients of q, k, v and sinks, from `_attend_fwd`'s residuals; o and lse may be those of more keys."""
-    q_BTNH, k_BSKH, v_BSKH, segments, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
+    q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT = cotangents
     dsinks_N = None
     if sinks_N is not None:
@@ -193,16 +204,15 @@ def attend_backward(call: _Call, residuals, cotangents):
         blind_BNT = jnp.isneginf(lse_BNT)
         p_BNT = jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, jnp.inf, lse_BNT))
         dsinks_N = -jnp.sum(jnp.where(blind_BNT, 0.0, p_BNT * delta_BNT), axis=(0, 2))
-    q = _queries(call, q_BTNH, call.q_scale)
-    operands = [] if segments is None else [*segments]
-    operands += [q, _queries(call, o_BTNH), _queries(call, do_BTNH), _rows(call, lse_BNT), _rows(call, dlse_BNT)]
+    q = _queries(call, q_BTNH)
+    operands = [q, _queries(call, o_BTNH), _queries(call, do_BTNH), _rows(call, lse_BNT), _rows(call, dlse_BNT)]
     operands += [_keys(call, k_BSKH), _keys(call, v_BSKH)]
     if call.parts == 1:
-        dq, dk, dv = _backward_part(call, offset_1, 0, operands, q_BTNH.dtype)
+        dq, dk, dv = _backward_part(call, offset_1, 0, segments, angles, operands, q_BTNH.dtype)
     else:
 
         def add_part(dq, part):
-            dq_part, dk, dv = _backward_part(call, offset_1, part, operands, jnp.float32)
+            dq_part, dk, dv = _backward_part(call, offset_1, part, segments, angles, operands, jnp.float32)
             return dq + dq_part, (dk, dv)
 
         zeros = vary_like(jnp.zeros(q.shape, jnp.float32), q)
@@ -210,13 +220,13 @@ def attend_backward(call: _Call, residuals, cotangents):
         dk, dv = (jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], call.padded_keys) for x in parts)
     dq_BTNH = _tokens_first(dq, call.T).astype(q_BTNH.dtype)
     dk_BSKH, dv_BSKH = (_tokens_first(x, call.S) for x in (dk, dv))
-    return dq_BTNH, dk_BSKH, dv_BSKH, None, None, dsinks_N
+    return dq_BTNH, dk_BSKH, dv_BSKH, None, None, None, dsinks_N
 
 
 _attend.defvjp(_attend_fwd, attend_backward)
 
 
-def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
+def _backward_part(call: _Call, offset_1, part, segments, angles, operands, dq_dtype):
     """dq from one part of the keys, [B, N, H, T] in whole blocks, and that part's dk and dv, [B, K, H, resident]."""
     sizes = call.spec.sizes
     group = call.N // call.K
@@ -233,9 +243,9 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
     def block(shape, index_map):
         return pl.BlockSpec((None, None, *shape), index_map)
 
-    in_specs = []
-    if call.spec.visits.segmented:
-        in_specs += _segment_specs(call, lambda b, k, g, i, ref: (b, i), lambda b, k, g, i, ref: (b, ref[1]))
+    in_specs, of_rows = _row_specs(
+        call, segments, angles, lambda b, k, g, i, ref: (b, i), lambda b, k, g, i, ref: (b, ref[1])
+    )
     in_specs += [
         *(block((rows, sizes.q), q_map) for rows in (call.H, call.HV, call.HV, 1, 1)),
         *(block((rows, sizes.resident), k_map) for rows in (call.H, call.HV)),
@@ -246,7 +256,7 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
         call,
         backward_kernel,
         jnp.concatenate([offset_1, part_1]),
-        operands,
+        of_rows + operands,
         # grid = (B, K, N // K, T // q)
         grid=(call.B, call.K, group, call.q_blocks),
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
@@ -262,6 +272,7 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
             shape_like((call.B, call.K, call.HV, sizes.resident), dtype, like),
         ],
         scratch_shapes=[
+            pltpu.VMEM((call.H, sizes.q), dtype),
             pltpu.VMEM((sizes.resident, call.H), dtype),
             pltpu.VMEM((sizes.resident, call.HV), dtype),
             pltpu.VMEM((call.HV, sizes.q), dtype),
@@ -270,6 +281,7 @@ def _backward_part(call: _Call, offset_1, part, operands, dq_dtype):
             pltpu.VMEM((call.H, sizes.q), jnp.float32),
             pltpu.VMEM((call.H, sizes.resident), jnp.float32),
             pltpu.VMEM((call.HV, sizes.resident), jnp.float32),
+            *([pltpu.VMEM((call.H, sizes.resident), dtype)] if call.spec.rotary else []),
         ],
     )
 
@@ -305,10 +317,8 @@ def _parts_met(call: _Call) -> int:
     return min(call.parts, (sizes.q + mask.left + mask.right - 1) // sizes.resident + 2)
 
 
-def _queries(call: _Call, x_BTNH, scale: float | None = None):
-    """[B, N, H, T], T in whole blocks, scaled in float32."""
-    if scale is not None:
-        x_BTNH = (x_BTNH.astype(jnp.float32) * scale).astype(x_BTNH.dtype)
+def _queries(call: _Call, x_BTNH):
+    """[B, N, H, T], T in whole blocks."""
     return _pad(x_BTNH.transpose(0, 2, 3, 1), 3, call.padded_queries, 0)
 
 
@@ -354,8 +364,14 @@ def _segments(call: _Call, q_ids_BT, kv_ids_BS):
     return [q_ids, k_ids, q_blocks, k_blocks]
 
 
-def _segment_specs(call: _Call, query_block, key_part):
-    """Block specs of `_segments`; the two functions give (b, block) of the grid's indices."""
+def _angles(call: _Call, cos_BTR, sin_BTR):
+    """cos and sin [B, R, rows] of the queries and of the keys, in whole blocks."""
+    angles = [x.swapaxes(1, 2) for x in (cos_BTR, sin_BTR)]
+    return [_pad(x, 2, size, 0) for size in (call.padded_queries, call.padded_keys) for x in angles]
+
+
+def _row_specs(call: _Call, segments, angles, query_block, key_part):
+    """Block specs and operands of `_segments` and `_angles`; the functions give (b, block) of the grid's indices."""
 
     def q_map(*at):
         b, i = query_block(*at)
@@ -369,9 +385,15 @@ def _segment_specs(call: _Call, query_block, key_part):
         return at[0], 0, 0
 
     sizes = call.spec.sizes
-    return [
-        pl.BlockSpec((None, 1, sizes.q), q_map),
-        pl.BlockSpec((None, 1, sizes.resident), k_map),
-        pl.BlockSpec((None, 3, call.q_blocks), all_blocks_map, memory_space=pltpu.SMEM),
-        pl.BlockSpec((None, 3, call.padded_keys // sizes.k), all_blocks_map, memory_space=pltpu.SMEM),
-    ]
+    specs = []
+    if segments is not None:
+        specs += [
+            pl.BlockSpec((None, 1, sizes.q), q_map),
+            pl.BlockSpec((None, 1, sizes.resident), k_map),
+            pl.BlockSpec((None, 3, call.q_blocks), all_blocks_map, memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, 3, call.padded_keys // sizes.k), all_blocks_map, memory_space=pltpu.SMEM),
+        ]
+    if angles is not None:
+        specs += [pl.BlockSpec((None, call.H // 2, sizes.q), q_map)] * 2
+        specs += [pl.BlockSpec((None, call.H // 2, sizes.resident), k_map)] * 2
+    return specs, [*(segments or []), *(angles or [])]

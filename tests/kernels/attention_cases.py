@@ -29,6 +29,7 @@ class Case:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    rotary: bool = False  # for T = S and an even H
 
     def arrays(self, seed: int = 0) -> dict[str, Any]:
         """q, k, v, the cotangents do and dlse and, where the case has them, sinks and segment ids."""
@@ -43,6 +44,9 @@ class Case:
         if self.sinks:
             shapes["sinks"] = (N,)
         arrays: dict[str, Any] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        if self.rotary:
+            angles = rng.uniform(0, 7, (self.B, self.T, self.H // 2))
+            arrays |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
         if self.segments:  # 0 and below are padding
             arrays["q_segments"] = rng.integers(-1, 3, (self.B, self.T), dtype=np.int32)
             arrays["kv_segments"] = rng.integers(-1, 3, (self.B, self.S), dtype=np.int32)
@@ -64,6 +68,9 @@ def numpy_attention(case: Case, arrays: dict[str, Any]) -> dict[str, np.ndarray]
     q, k, v, do, dlse = (arrays[name] for name in ("q", "k", "v", "do", "dlse"))
     wanted = {"o": np.zeros_like(do), "lse": np.full_like(dlse, -np.inf)}
     wanted |= {"d" + name: np.zeros_like(arrays[name]) for name in ("q", "k", "v", "sinks") if name in arrays}
+    turns = numpy_turns(arrays["cos"], arrays["sin"]) if case.rotary else None
+    if turns is not None:
+        q, k = (np.einsum("btij,btnj->btni", turns, x) for x in (q, k))
     scale = 1 / np.sqrt(case.H) if case.scale is None else case.scale
     for b, t, n in np.ndindex(q.shape[:3]):
         head, seen = n // case.G, [s for s in range(case.S) if case.sees(t + case.q_offset, s)]
@@ -88,7 +95,18 @@ def numpy_attention(case: Case, arrays: dict[str, Any]) -> dict[str, np.ndarray]
         wanted["dv"][b, seen, head] += np.outer(p, do[b, t, n])
         if case.sinks:
             wanted["dsinks"][n] += p_sink * (dlse[b, n, t] - p @ dp)
+    for name in ("dq", "dk") if turns is not None else ():
+        wanted[name] = np.einsum("btij,btni->btnj", turns, wanted[name])
     return wanted
+
+
+def numpy_turns(cos_BTR, sin_BTR):
+    """Matrices [B, T, H, H] that turn the pairs (h, h + H/2)."""
+    turns = np.zeros((*cos_BTR.shape[:2], 2, cos_BTR.shape[2], 2, cos_BTR.shape[2]))
+    for r in range(cos_BTR.shape[2]):
+        turns[:, :, 0, r, 0, r] = turns[:, :, 1, r, 1, r] = cos_BTR[..., r]
+        turns[:, :, 1, r, 0, r], turns[:, :, 0, r, 1, r] = sin_BTR[..., r], -sin_BTR[..., r]
+    return turns.reshape(*cos_BTR.shape[:2], 2 * cos_BTR.shape[2], -1)
 
 
 # How the public function is made to take each of its ways. A way more is a line here, and every test takes it too.
@@ -114,6 +132,7 @@ def attend(
         scale=case.scale,
         logit_soft_cap=case.soft_cap,
         sinks_N=arrays.get("sinks"),
+        rotary=(arrays["cos"], arrays["sin"]) if case.rotary else None,
         return_lse=return_lse,
         block_sizes=block_sizes,
         implementation=implementation,

@@ -35,6 +35,7 @@ CASES = {
     "window_to_the_left": Case(S=7, causal=False, window=(2, None)),
     "window_to_the_right": Case(T=9, S=13, causal=False, window=(None, 3), q_offset=-5, sinks=True),
     "itself_only_in_exact_blocks": Case(T=8, S=8, causal=False, window=(0, 0), sinks=True),
+    "rotary": Case(B=2, T=9, S=9, H=6, HV=4, rotary=True, segments=True, sinks=True),
     "soft_cap_and_scale": Case(soft_cap=1.5, scale=2.0, sinks=True),
     "head_dims_192_and_128": Case(B=1, T=5, S=5, K=1, H=192, HV=128, sinks=True),
     "segments_window_offset_cap": Case(T=9, S=13, segments=True, window=6, q_offset=4, soft_cap=2.0, sinks=True),

@@ -17,6 +17,7 @@ from pallas_kernels import flash_attention
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.blocks import BlockSizes, Cut
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.rotary import apply_rope
 from pallas_kernels.attention.visits import Visits
 from pallas_kernels.runtime import CHIPS
 
@@ -58,6 +59,9 @@ CASES = {
     "looks_ahead_only": (Case(B=1, T=300, S=520, K=1, causal=False, window=(0, None)), SMALL),
     "queries_past_the_keys": (Case(B=1, T=300, S=300, K=1, window=64, q_offset=290), SMALL),
     "queries_before_the_keys": (Case(B=1, T=300, S=300, K=1, q_offset=-200), SMALL),
+    "rotary": (Case(B=2, T=300, S=300, K=1, G=2, H=32, HV=16, rotary=True, segments=True, sinks=True), SMALL),
+    "rotary_in_one_part": (Case(B=1, T=300, S=300, K=2, G=2, H=64, rotary=True, soft_cap=2.0), UNEVEN),
+    "rotary_of_halves_that_fill_no_tile": (Case(B=1, T=200, S=200, K=1, H=20, rotary=True), SMALL),
     "sinks_and_cap": (Case(B=1, T=300, S=300, K=2, sinks=True, soft_cap=2.0), SMALL),
 }
 
@@ -154,15 +158,21 @@ def test_every_visible_pair_has_a_body_that_masks_it(
 
 
 def test_bfloat16_errs_at_most_twice_as_much_as_plain_jax(value_and_grads):
-    case = Case(B=1, T=300, S=300, K=1, G=2, H=64, HV=64)
-    half = {name: jnp.asarray(x, jnp.bfloat16) for name, x in case.arrays().items() if name != "dlse"}
-    half["dlse"] = jnp.zeros((1, 2, 300))
+    case = Case(B=1, T=300, S=300, K=1, G=2, H=64, HV=64, rotary=True)
+    arrays = case.arrays()
+    angles = {name: jnp.asarray(arrays[name]) for name in ("cos", "sin")}
+    half = {name: jnp.asarray(arrays[name], jnp.bfloat16) for name in ("q", "k", "v", "do")}
+    half |= angles | {"dlse": jnp.zeros((1, 2, 300))}
     truth = run(case, "reference", {name: x.astype(jnp.float32) for name, x in half.items()})
     ours = value_and_grads(case, half, q_offset=0, block_sizes=SMALL)
 
     @jax.jit
     def plainly(q, k, v, do):
-        o, vjp = jax.vjp(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="xla"), q, k, v)
+        def attend(q, k, v):
+            q, k = (apply_rope(x, *angles.values()) for x in (q, k))
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+        o, vjp = jax.vjp(attend, q, k, v)
         return dict(zip(("o", "dq", "dk", "dv"), (o, *vjp(do)), strict=True))
 
     for name, plain in plainly(*(half[x] for x in ("q", "k", "v", "do"))).items():

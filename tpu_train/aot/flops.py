@@ -79,10 +79,10 @@ def _dot(equation: Any) -> float:
 def _scores(model: ModelConfig, operands: list[tuple[int, ...]], whole: bool) -> float:
     """2 H times the scores of all heads: `whole` all, else what causal masks let through, as the window pattern has it.
 
-    Operands start with q [B, N, T, H] and, in the forward kernel, k and v, else end with k, its transpose and v. Fewer
+    Of the operands with four dims the first is q [B, N, H, T] and the last is v [B, K, HV, S]. Fewer
     queries than keys are a part of the row, as far as all parts together are concerned with as many keys each.
     """
     heads = [shape for shape in operands if len(shape) == 4]
-    (B, N, T, H), S = heads[0], heads[1 if len(heads) == 3 else -3][2]
+    (B, N, H, T), S = heads[0], heads[-1][3]
     seen = sum(keys_seen(S, window) for window in model.window_pattern) / len(model.window_pattern)
     return 2.0 * H * B * N * T * (S if whole else seen)

@@ -122,14 +122,6 @@ def rotary_angles(
     return jax.lax.cond(some, lambda: (jnp.cos(angles), jnp.sin(angles)), lambda: (jnp.cos(-angles), -jnp.sin(-angles)))
 
 
-@jax.named_scope("rope")
-def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama)."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BTH[:, :, None, :], sin_BTH[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional q/k norm."""
 
@@ -152,11 +144,12 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH = apply_rope(q_BTNH, context.cos_BTH, context.sin_BTH)
-        k_BTKH = apply_rope(k_BTKH, context.cos_BTH, context.sin_BTH)
+        rotary: tuple[jax.Array, jax.Array] | None = (context.cos_BTH, context.sin_BTH)
         offset: int | jax.Array = 0
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
+            q_BTNH, k_BTKH = (ops.apply_rope(x, context.cos_BTH, context.sin_BTH) for x in (q_BTNH, k_BTKH))
+            rotary = None
             offset = context.cache_position
             k_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[0], k_BTKH, offset, axis=1)
             v_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[1], v_BTKH, offset, axis=1)
@@ -166,6 +159,7 @@ class Attention(nnx.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             q_offset=offset,
+            rotary=rotary,
             compute=context.compute,
         )
         return project(o_BTNH, self.out_NHD, "NHD", num_in=2), cache
