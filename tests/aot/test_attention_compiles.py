@@ -24,13 +24,14 @@ def shape(*dims, dtype=jnp.bfloat16):
 
 def compiled(T, S, H, **options):
     sizes = blocks.choose(T, S, H, H, 2, CHIPS[name])
-    def loss(q, k, v, ids, sinks):
+    def loss(q, k, v, ids, sinks, cos, sin):
         o, lse = flash_attention(q, k, v, q_segment_ids_BT=ids if T == S else None,
-            kv_segment_ids_BS=ids if T == S else None, sinks_N=sinks, return_lse=True, block_sizes=sizes,
-            implementation="pallas", **options)
+            kv_segment_ids_BS=ids if T == S else None, sinks_N=sinks, rotary=(cos, sin) if T == S else None,
+            return_lse=True, block_sizes=sizes, implementation="pallas", **options)
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(lse)
     heads = shape(1, T, 4, H), shape(1, S, 2, H), shape(1, S, 2, H)
-    args = *heads, shape(1, T, dtype=jnp.int32), shape(4, dtype=jnp.float32)
+    angles = [shape(1, T, H // 2, dtype=jnp.float32)] * 2
+    args = *heads, shape(1, T, dtype=jnp.int32), shape(4, dtype=jnp.float32), *angles
     return jax.jit(jax.grad(loss, (0, 1, 2, 4))).lower(*args).compile().as_text().count("tpu_custom_call")
 
 assert compiled({call}) >= 2
