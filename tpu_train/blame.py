@@ -39,7 +39,7 @@ def show(flag: dict[str, Any]) -> int:
         config = _config(flag, checkpoints, before)
         mesh = mesh_lib.make_mesh(config.mesh)
         mesh_lib.check_fits(config, mesh)
-        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
         vocab = config.model.vocab_size
         batches = data.train_batches(config.data, vocab_size=vocab, **processes.batch_share(mesh))
         try:

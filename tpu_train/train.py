@@ -45,7 +45,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
     clock = goodput.Clock(start_time, watch, shared=jax.process_count() > 1)
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
