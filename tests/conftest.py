@@ -58,7 +58,7 @@ def one_device() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., Mesh]:
-    """mesh_of(data, fsdp, tensor, context, expert, stage) makes a mesh of the first devices and sets it for the process."""
+    """mesh_of(data, fsdp, tensor, context, expert, stage) makes a mesh of the first devices, set for the process."""
     assert len(jax.devices()) == 8
     return _mesh_of
 

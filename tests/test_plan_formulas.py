@@ -72,7 +72,7 @@ def test_a_step_worked_by_hand():
     assert blocks["attention"].bytes == 2 * 2 * 8 * (2 * 8 + 2 * 4 + 4 * 8 + 4 * 4)
     # Half of each matrix crosses one link of 50 GB/s: gathered once and scattered once.
     assert blocks["mlp"].fast == {"fsdp": pytest.approx(2 * 2 * 384 * 2 / 2 / 50e9)} | dict.fromkeys(
-        ("data", "expert", "context", "tensor"), 0
+        ("data", "stage", "expert", "context", "tensor"), 0
     )
     # 16 tokens are fewer than 32 columns: halves of the float32 head are exchanged, there and back, 16 bfloat16 hidden
     # states gathered, their float32 gradients all-reduced. The embedding's rows are exchanged, there and back.
@@ -117,7 +117,7 @@ def test_axes_get_their_sides_of_the_torus(text, sizes, gigabytes):
 
 def test_slices_are_spanned_by_data_and_cost_a_shard():
     axes = network.axes(chips.parse("v5e-512"), {"data": 32, "fsdp": 16, "tensor": 1})
-    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(16, 2), (1, 1), (16, 1), (1, 1), (1, 1)]
+    assert [(axis.fast, axis.slow) for axis in axes.values()] == [(16, 2), (1, 1), (1, 1), (16, 1), (1, 1), (1, 1)]
     # 1 GB: 15/16 of it at 100 GB/s within the slice, then half of a sixteenth at 3.125 GB/s.
     assert axes["data"].gather(1e9) == (pytest.approx(0.9375e9 / 100e9), pytest.approx(1e9 / 16 / 2 / 3.125e9))
     assert axes["data"].reduce(1e9) == tuple(2 * seconds for seconds in axes["data"].gather(1e9))

@@ -40,7 +40,7 @@ class Compute:
         return self.dtype == jnp.float16
 
 
-def resolve(config: RunConfig, platform: str, mesh: MeshConfig = MeshConfig()) -> Compute:
+def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) -> Compute:
     """The `Compute` for a run on devices of `platform`, with the mesh's context_method and stages.
 
     Raises UserError where the platform can't do what is asked.
@@ -55,6 +55,7 @@ def resolve(config: RunConfig, platform: str, mesh: MeshConfig = MeshConfig()) -
     if name == "float32":
         # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
         jax.config.update("jax_default_matmul_precision", "highest")
+    mesh = mesh or MeshConfig()
     return Compute(
         *(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform),
         *(mesh.context_method, mesh.stage_rounds, mesh.stage_microbatches),

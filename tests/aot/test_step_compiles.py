@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_train import aot, context, main
+from tpu_train import aot, context, layout, main
 from tpu_train import config as config_lib
 from tpu_train.aot import search, table
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, UserError, apply_override
@@ -283,7 +283,7 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
         env=os.environ | {"XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["mesh"] == {"data": 1, "expert": 1, "fsdp": 4, "context": 1, "tensor": 1}
+    assert json.loads(done.stdout)["mesh"] == dict.fromkeys(layout.AXES, 1) | {"fsdp": 4}
 
 
 def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():

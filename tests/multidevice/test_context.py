@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_train.config import MeshConfig
 from tpu_train.context import reorder
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.loss import weighted_loss

@@ -54,7 +54,7 @@ class Run:
 
 def on_mesh(config: Config, case: Case) -> tuple[Config, jax.sharding.Mesh, precision.Compute]:
     """The config with the mesh in it, that mesh, set, and how it computes."""
-    config = dataclasses.replace(config, mesh=case.mesh)
+    config = dataclasses.replace(config, mesh=case.mesh(config.mesh))
     count = int(np.prod(list(case.sizes.values())))
     mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:count])
     mesh_lib.check_fits(config, mesh)

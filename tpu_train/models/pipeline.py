@@ -18,12 +18,23 @@ import jax.numpy as jnp
 from tpu_train.config import ModelConfig
 from tpu_train.models.layers import Context, rotary_angles
 from tpu_train.precision import KEPT_FLOAT32, Compute
-from tpu_train.sharding import BATCH, EXPERT_SHARDS, SHARDS, SPECS, TOKENS, P, dims_of_path, num_shards, outside
-from tpu_train.sharding import vary_over
+from tpu_train.sharding import (
+    BATCH,
+    EXPERT_SHARDS,
+    SHARDS,
+    SPECS,
+    TOKENS,
+    P,
+    dims_of_path,
+    num_shards,
+    outside,
+    vary_over,
+)
 from tpu_train.stages import Schedule, microbatches
 
 
 def num_stages() -> int:
+    """Devices along `stage` in the mesh in use."""
     return num_shards(("stage",))
 
 
@@ -43,25 +54,22 @@ def through_stages(
     groups.
     """
     rows = x_BTD.shape[0] // num_shards(BATCH)
-    plan = Schedule(
-        num_stages(), compute.stage_rounds, microbatches(compute.stage_microbatches, num_stages(), rows)
-    )
+    plan = Schedule(num_stages(), compute.stage_rounds, microbatches(compute.stage_microbatches, num_stages(), rows))
     leaves, tree = jax.tree.flatten(blocks)
     dims = [dims_of_path(path)[0] for path, _ in jax.tree_util.tree_leaves_with_path(blocks)]
     weights = [w.astype(_dtype(names, w, compute)) for w, names in zip(leaves, dims, strict=True)]
 
     def local(x_BTD, tokens, weights):
         stacks = [_to_stage(w, names, plan) for w, names in zip(weights, dims, strict=True)]
-        x_ABTD, positions_ABT, segments_ABT, real_ABT = (_of_all_stages(x, plan) for x in (x_BTD, *tokens))
-        each = lambda x: x.reshape(plan.microbatches, -1, *x.shape[1:])  # noqa: E731
-        flat = positions_ABT.reshape(-1, positions_ABT.shape[2])
-        angles = [each(x) for x in rotary_angles(flat, config.head_size, config.rope_theta, compute)]
+        x_ABTD, positions_ABT = _of_all_stages(x_BTD, plan), _of_all_stages(tokens[0], plan)
+        cos_ABTH, sin_ABTH = _angles(positions_ABT, config, compute)
+        masks = [None if x is None else _of_all_stages(x, plan) for x in tokens[1:]]
 
         def layers(x_BTD, blocks, a, working):
-            at = lambda x: None if x is None else jax.lax.dynamic_index_in_dim(x, a, keepdims=False)  # noqa: E731
-            real_BT = None if real_ABT is None else at(real_ABT) & working
-            context = Context(*map(at, angles), at(segments_ABT), compute, real_BT=real_BT)
-            x_BTD, _, loads = group(x_BTD, tree.unflatten(blocks), context)
+            segments_BT, real_BT = (None if x is None else x[a] for x in masks)
+            real_BT = None if real_BT is None else real_BT & working
+            context = Context(cos_ABTH[a], sin_ABTH[a], segments_BT, compute, real_BT=real_BT)
+            x_BTD, _, loads = group(x_BTD, jax.tree.unflatten(tree, blocks), context)
             return x_BTD, loads
 
         x_ABTD, loads = _ticks(layers, x_ABTD, stacks, plan, remat, config.scan_unroll)
@@ -72,11 +80,17 @@ def through_stages(
         return x_BTD, jax.tree.map(lambda load: jnp.expand_dims(load, 1), loads)
 
     by_token = tuple(None if x is None else outside("BT") for x in tokens)
-    of_weights = [P(None, *outside(names)) for names in dims]
-    x_BTD, loads_RSK = jax.shard_map(
-        local, in_specs=(outside("BTD"), by_token, of_weights), out_specs=(outside("BTD"), P(None, "stage"))
-    )(x_BTD, tokens, weights)
+    in_specs = outside("BTD"), by_token, [P(None, *outside(names)) for names in dims]
+    run = jax.shard_map(local, in_specs=in_specs, out_specs=(outside("BTD"), P(None, "stage")))
+    x_BTD, loads_RSK = run(x_BTD, tokens, weights)
     return x_BTD, jax.tree.map(lambda x: jax.reshard(x, P()).reshape(-1, *x.shape[3:]), loads_RSK)
+
+
+def _angles(positions_ABT: jax.Array, config: ModelConfig, compute: Compute) -> list[jax.Array]:
+    """cos and sin, each [A, B, T, H // 2]."""
+    flat = positions_ABT.reshape(-1, positions_ABT.shape[2])
+    angles = rotary_angles(flat, config.head_size, config.rope_theta, compute)
+    return [x.reshape(*positions_ABT.shape, -1) for x in angles]
 
 
 def _ticks(layers: Callable, x_ABTD: jax.Array, stacks: list[jax.Array], plan: Schedule, remat: Callable, unroll: int):
@@ -129,10 +143,8 @@ def _dtype(dims: str, w: jax.Array, compute: Compute) -> jnp.dtype:
     return compute.dtype if len(dims) > 1 and dims not in KEPT_FLOAT32 else w.dtype
 
 
-def _of_all_stages(x: jax.Array | None, plan: Schedule) -> jax.Array | None:
+def _of_all_stages(x: jax.Array, plan: Schedule) -> jax.Array:
     """The rows of all stages on each, by micro-batch."""
-    if x is None:
-        return None
     x = jax.lax.all_gather(x, "stage", tiled=True)
     return x.reshape(plan.microbatches, -1, *x.shape[1:])
 

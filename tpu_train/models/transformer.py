@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_train import ops
-from tpu_train.config import ModelConfig
+from tpu_train.config import ModelConfig, UserError
 from tpu_train.models import pipeline
 from tpu_train.models.init import Init
 from tpu_train.models.layers import MLP, Attention, Context, RMSNorm, rotary_angles
@@ -90,6 +90,8 @@ class Transformer(nnx.Module):
         x_BTD = ops.embed(self.embed_VD[...], tokens_BT, compute.dtype)
         policy = REMAT_POLICIES[self.config.remat]
         if pipeline.num_stages() > 1:
+            if cache is not None:
+                raise UserError("mesh.stage splits training alone; decode on a mesh with mesh.stage=1")
             blocks = self.blocks if masters is None else jax.tree.map(master_value, self.blocks, masters)
             of_tokens = positions_BT, segment_ids_BT, real_BT
             x_BTD, loads = pipeline.through_stages(
