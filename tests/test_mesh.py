@@ -134,7 +134,7 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
         (
             (1, 1, 1, 1, 1, 2),
             ["model.num_layers=6"],
-            "num_layers=6, in groups of 2, does not divide into the 2 pieces of mesh.stage=2 x mesh.stage_rounds=1; take",
+            "does not divide into the 2 pieces of mesh.stage=2 x mesh.stage_rounds=1; take a multiple of 4",
         ),
         (
             (1, 1, 1, 1, 1, 2),

@@ -101,13 +101,13 @@ def _ticks(layers: Callable, x_ABTD: jax.Array, stacks: list[jax.Array], plan: S
 
     @remat
     def one_group(x_BTD, sums, r, k, a, working):
-        blocks, sums = _take(values, sums, r, k)
-        x_BTD, loads = layers(x_BTD, blocks, a, working)
-        return x_BTD, sums, loads
+        return layers(x_BTD, [_with_sum(w[r, k], s) for w, s in zip(values, sums, strict=True)], a, working)
 
     def piece(x_BTD, sums, r, a, working):
         def one(carry, k):
-            x_BTD, sums, loads = one_group(*carry, r, k, a, working)
+            x_BTD, sums = carry
+            of_layer, sums = _sums_of_layer(sums, r, k)
+            x_BTD, loads = one_group(x_BTD, of_layer, r, k, a, working)
             return (x_BTD, sums), loads
 
         return jax.lax.scan(one, (x_BTD, sums), jnp.arange(groups), unroll=min(unroll, groups))
@@ -171,17 +171,24 @@ _sum_of.defvjp(lambda w: (_sum_of(w), jnp.zeros((), w.dtype)), lambda like, g: (
 
 
 @jax.custom_vjp
-def _take(stacks: list[jax.Array], sums: list[jax.Array], r: jax.Array, k: jax.Array):
-    """(layers [r, k] of the stacks, sums). Their gradients are added to that of `sums`, in place.
+def _sums_of_layer(sums: list[jax.Array], r: jax.Array, k: jax.Array):
+    """(those of layers [r, k], sums); a gradient of the first is added to that of the second in place.
 
     JAX's own gradient of the indexing would be as large as the stack, and added to it in every tick.
     """
-    return [w[r, k] for w in stacks], sums
+    return [s[r, k] for s in sums], sums
 
 
-def _add_gradients(at, gradients):
-    of_layers, of_sums = gradients
-    return None, [s.at[at].add(g.astype(s.dtype)) for g, s in zip(of_layers, of_sums, strict=True)], None, None
+_sums_of_layer.defvjp(
+    lambda sums, r, k: (_sums_of_layer(sums, r, k), (r, k)),
+    lambda at, g: ([s.at[at].add(of_layer) for of_layer, s in zip(*g, strict=True)], None, None),
+)
 
 
-_take.defvjp(lambda stacks, sums, r, k: (_take(stacks, sums, r, k), (r, k)), _add_gradients)
+@jax.custom_vjp
+def _with_sum(w: jax.Array, of_layer: jax.Array) -> jax.Array:
+    """`w`, whose gradient goes to `of_layer`."""
+    return w
+
+
+_with_sum.defvjp(lambda w, of_layer: (w, None), lambda _, g: (None, g.astype(jnp.float32)))
