@@ -36,7 +36,7 @@ from tpu_train.mesh import make_mesh  # noqa: E402
 from tpu_train.models.transformer import Transformer  # noqa: E402
 from tpu_train.optim import make_optimizer  # noqa: E402
 from tpu_train.precision import Compute, resolve  # noqa: E402
-from tpu_train.sharding import SPECS  # noqa: E402
+from tpu_train.sharding import outside  # noqa: E402
 from tpu_train.train_step import TrainState, abstract_state, with_features  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -44,9 +44,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
-    count = data * fsdp * tensor * context * expert
-    return make_mesh(MeshConfig(data, fsdp, tensor, context, expert), jax.devices()[:count])
+def _mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1, stage: int = 1) -> Mesh:
+    sizes = data, fsdp, tensor, context, expert, stage
+    return make_mesh(MeshConfig(*sizes), jax.devices()[: np.prod(sizes)])
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def one_device() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., Mesh]:
-    """mesh_of(data, fsdp, tensor, context, expert) makes a mesh of the first devices and sets it for the process."""
+    """mesh_of(data, fsdp, tensor, context, expert, stage) makes a mesh of the first devices, set for the process."""
     assert len(jax.devices()) == 8
     return _mesh_of
 
@@ -131,7 +131,8 @@ def place() -> Callable[..., dict[str, jax.Array]]:
     """place(batch): a batch of [A, B, T] or [B, T] put on the current mesh."""
 
     def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        spec, mesh = SPECS["ABT" if batch["tokens"].ndim == 3 else "BT"], jax.sharding.get_mesh()
+        mesh = jax.sharding.get_mesh()
+        spec = outside("ABT" if batch["tokens"].ndim == 3 else "BT", mesh)
         batch = {name: reorder(x, mesh.shape["context"]) for name, x in batch.items()}
         return jax.device_put(batch, NamedSharding(mesh, spec))
 

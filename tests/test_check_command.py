@@ -130,7 +130,7 @@ def test_the_command_checks_a_config_of_a_user(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
         [sys.executable, "-m", "tpu_train.main", "check", "--config=mine.py", "--json", "--devices=4", "--steps=2",
-         "--meshes=data=2;context=2,tensor=2"],
+         "--meshes=data=2,stage=2;context=2,tensor=2"],
         cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +138,7 @@ def test_the_command_checks_a_config_of_a_user(tmp_path):
     assert {check["name"]: check["status"] for check in answer["checks"]} == dict.fromkeys(
         [
             "sharding at full size on fsdp 4",
-            "steps on data 2",
+            "steps on data 2 x stage 2",
             "steps on context 2 x tensor 2 (all_gather)",
             "initial state",
             "sharding in the run",

@@ -190,6 +190,8 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("checkpoint.stop_seconds=0", "checkpoint.stop_seconds is 0.0; it must be above 0"),
         ("run.seed=-1", "run.seed is -1; it must be 0 or more"),
         ("data.batch_size=-16", "data.batch_size is -16; it must be above 0"),
+        ("mesh.stage_rounds=0", "mesh.stage_rounds is 0; it must be above 0"),
+        ("mesh.stage_microbatches=-2", "mesh.stage_microbatches is -2; it must be above 0"),
         ("data.prompt_key=q", "data.prompt_key is set, but data.source=python_stdlib has no fields"),
         ("data.on_corrupt=ignore", "data.on_corrupt='ignore' is not one of stop, skip"),
     ],

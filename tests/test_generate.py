@@ -142,6 +142,6 @@ def test_choice_follows_the_softmax_of_capped_logits_over_temperature_and_top_k(
 def test_greedy_text_is_the_same_on_eight_devices(tiny, random_model, mesh_of):
     config = tiny(*OVERRIDES)
     (wanted,) = sample(config, random_model(config))
-    mesh_of(1, 2, 2, 2)  # context, the last, is folded into fsdp
+    mesh_of(tensor=2, context=2, stage=2)  # context and stage are folded into fsdp
     texts = sample(config, random_model(config), num_samples=3)
     assert texts == [wanted] * 3

@@ -22,6 +22,7 @@ MAY_IMPORT = {
         "tpu_train.sharding",
         "tpu_train.config",
         "tpu_train.precision",
+        "tpu_train.stages",
     ),
 }
 # The rooms below the loop, which may not look up to it.

@@ -16,28 +16,29 @@ from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
 @pytest.mark.parametrize(
     ("sizes", "devices", "shape"),
     [
-        ((-1, 1, 1), 8, (8, 1, 1, 1, 1)),
-        ((-1, 1, 1), 1, (1, 1, 1, 1, 1)),
-        ((-1, 2, 2), 8, (2, 1, 2, 1, 2)),
-        ((2, -1, 2), 8, (2, 1, 2, 1, 2)),
-        ((1, 2, -1), 12, (1, 1, 2, 1, 6)),
-        ((2, 4, 1), 8, (2, 1, 4, 1, 1)),
-        ((-1, 4, 2), 8, (1, 1, 4, 1, 2)),
-        ((1, 2, 1, -1), 8, (1, 1, 2, 4, 1)),
-        ((-1, 1, 2, 2), 8, (2, 1, 1, 2, 2)),
-        ((2, 1, 1, 1, -1), 8, (2, 4, 1, 1, 1)),
+        ((-1, 1, 1), 8, (8, 1, 1, 1, 1, 1)),
+        ((-1, 1, 1), 1, (1, 1, 1, 1, 1, 1)),
+        ((-1, 2, 2), 8, (2, 1, 1, 2, 1, 2)),
+        ((2, -1, 2), 8, (2, 1, 1, 2, 1, 2)),
+        ((1, 2, -1), 12, (1, 1, 1, 2, 1, 6)),
+        ((2, 4, 1), 8, (2, 1, 1, 4, 1, 1)),
+        ((-1, 4, 2), 8, (1, 1, 1, 4, 1, 2)),
+        ((1, 2, 1, -1), 8, (1, 1, 1, 2, 4, 1)),
+        ((-1, 1, 2, 2), 8, (2, 1, 1, 1, 2, 2)),
+        ((2, 1, 1, 1, -1), 8, (2, 1, 4, 1, 1, 1)),
+        ((2, 1, 1, 1, 1, -1), 8, (2, 4, 1, 1, 1, 1)),
     ],
 )
 def test_shape_fills_in_what_is_left(sizes, devices, shape):
-    """The config has context and expert last, the mesh tensor, whose devices talk most."""
+    """The config has context, expert and stage last, the mesh tensor, whose devices talk most."""
     assert mesh_shape(MeshConfig(*sizes), devices) == shape
 
 
-@given(st.tuples(*[st.integers(1, 6)] * 5), st.integers(0, 4))
+@given(st.tuples(*[st.integers(1, 6)] * 6), st.integers(0, 5))
 def test_shape_always_uses_every_device(sizes, free):
     asked = [-1 if i == free else size for i, size in enumerate(sizes)]
-    data, fsdp, tensor, context, expert = sizes
-    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == (data, expert, fsdp, context, tensor)
+    data, fsdp, tensor, context, expert, stage = sizes
+    assert mesh_shape(MeshConfig(*asked), int(np.prod(sizes))) == (data, stage, expert, fsdp, context, tensor)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_shape_that_does_not_fit_the_devices_is_refused(sizes, message):
 def test_mesh_is_explicit_holds_the_devices_and_is_set_for_the_process():
     mesh = make_mesh(MeshConfig(2, 2, -1))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"data": 2, "expert": 1, "fsdp": 2, "context": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 2, "stage": 1, "expert": 1, "fsdp": 2, "context": 1, "tensor": 2}
     assert set(mesh.axis_types) == {AxisType.Explicit}
     assert set(mesh.devices.flat) == set(jax.devices())
     assert jax.sharding.get_mesh() == mesh
@@ -129,6 +130,37 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
             (1, 1, 1, 2),
             ["model.num_experts=4", "model.capacity_factor=1"],
             "model.capacity_factor counts the tokens of whole rows, which mesh.context splits",
+        ),
+        (
+            (1, 1, 1, 1, 1, 2),
+            ["model.num_layers=6"],
+            "does not divide into the 2 pieces of mesh.stage=2 x mesh.stage_rounds=1; take a multiple of 4",
+        ),
+        (
+            (1, 1, 1, 1, 1, 2),
+            ["model.num_layers=4", "mesh.stage_rounds=2", "model.window_pattern=0,0"],
+            "does not divide into the 4 pieces of mesh.stage=2 x mesh.stage_rounds=2; take a multiple of 8",
+        ),
+        (
+            (1, 1, 1, 1, 1, 2),
+            ["model.num_layers=4", "mesh.stage_microbatches=5"],
+            "mesh.stage_microbatches=5 is not a multiple of mesh.stage=2; a stage would wait",
+        ),
+        (
+            (2, 1, 1, 1, 1, 2),
+            ["model.num_layers=4", "mesh.stage_microbatches=8"],
+            "the 4 rows that each group of stages has of data.batch_size / optim.accumulation_steps do not divide into "
+            "8 parts of mesh.stage_microbatches; take a multiple of 8",
+        ),
+        (
+            (4, 1, 1, 1, 1, 2),
+            ["model.num_layers=4", "data.batch_size=12"],
+            "optim.accumulation_steps do not divide into 2 stages; take a multiple of 2",
+        ),
+        (
+            (1, 1, 1, 1, 1, 2),
+            ["model.model_dim=17"],
+            "model.model_dim=17 does not divide over the 2 devices of mesh axis",
         ),
         ((1, 1, 4), ["model.vocab_size=63"], "model.vocab_size=63 does not divide over the 4 devices of mesh axis ten"),
     ],

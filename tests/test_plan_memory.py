@@ -19,7 +19,7 @@ from tpu_train.optim import make_optimizer
 from tpu_train.planning import memory
 from tpu_train.planning.memory import Split
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, P
+from tpu_train.sharding import P, outside
 from tpu_train.train_step import abstract_state
 
 ON_TPU = Compute(jnp.dtype("bfloat16"), "pallas", "tpu")
@@ -44,19 +44,21 @@ def abstract_model(model):
     return jax.tree.map(place, shapes)
 
 
-def kept_by_jax(model, length=LENGTH, compute=ON_TPU):
-    """Bytes on a device of what the backward pass reads of the scanned layers: arrays with a leading 5."""
-    sharding = jax.NamedSharding(jax.sharding.get_mesh(), SPECS["BT"])
-    ints = jax.ShapeDtypeStruct((ROWS, length), jnp.int32, sharding=sharding)
-    floats = jax.ShapeDtypeStruct((ROWS, length), jnp.float32, sharding=sharding)
+def kept_by_jax(model, length=LENGTH, compute=ON_TPU, rows=ROWS):
+    """Bytes on a device of what the backward pass reads of the scanned layers, or ticks: arrays with a leading 5."""
+    mesh = jax.sharding.get_mesh()
+    sharding = jax.NamedSharding(mesh, outside("BT", mesh))
+    ints = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+    floats = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=sharding)
     batch = dict.fromkeys(("tokens", "labels", "positions", "segment_ids"), ints) | {"weights": floats}
 
     def backward(model, batch):
         return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, compute)[0], model)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(backward, abstract_model(model), batch))
-    kept = [x for x in kept if x.shape[:1] == (5,)]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept)
+    kept = [x for x in kept if x.sharding is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in kept]
+    return sum(math.prod(shape) * width for shape, width in shapes if shape[0] == 5)
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=list(SHAPES))
@@ -81,6 +83,23 @@ def test_activations_along_context_are_what_jax_keeps(mesh_of, method, remat):
         each = layer_params(model)
         planned += model.num_layers * 4 * (each["norms"] + (each["attention"] + each["mlp"]) / 2)
     assert kept_by_jax(model, length, dataclasses.replace(ON_TPU, context_method=method)) == planned
+
+
+@pytest.mark.parametrize(("name", "remat"), [("two layers a group", "full"), ("gated, grouped", "dots")])
+def test_activations_of_ticks_are_what_jax_keeps_and_no_weight_of_them(mesh_of, name, remat):
+    """Four micro-batches of a row through two stages, in 5 ticks."""
+    mesh_of(stage=2)
+    model = SHAPES[name]
+    model = dataclasses.replace(model, remat=remat, num_layers=4 * len(model.window_pattern))
+    config = Config(model, DataConfig(seq_len=LENGTH, batch_size=4))
+    split = Split(remat=remat, stage=2, stage_microbatches=4)
+    assert (split.layers, split.tokens(config), split.tokens_at_once(config)) == (5 / 2, 2 * LENGTH, LENGTH)
+    kept = model.num_layers * 5 / 2 * memory.kept_by_layer(model, split, LENGTH)
+    assert kept_by_jax(model, rows=4) == kept
+    # In a tick, 1 of the 2 x 2 pieces, with 2 bytes a weight and, of all 4 rows, a hidden state.
+    each = layer_params(model)
+    own = 2 * model.num_layers * (each["attention"] + each["mlp"]) / 2 + 2 * 4 * LENGTH * model.model_dim
+    assert memory.of_layers(config, split) == kept + own
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -252,7 +252,8 @@ def test_a_folder_that_is_no_checkpoint_does_not_stop_a_run_from_continuing(conf
 def test_one_run_goes_on_over_eight_devices_and_back(config_of, devices):
     assert run(config_of("run.steps=4", "optim.schedule=constant")) == 0
     devices(8)
-    assert run(config_of("run.steps=8", "optim.schedule=constant", "mesh.fsdp=2", "mesh.context=2")) == 0
+    spread = "mesh.fsdp=2", "mesh.context=2", "mesh.stage=2"
+    assert run(config_of("run.steps=8", "optim.schedule=constant", *spread)) == 0
     devices(1)
     assert run(config_of("run.steps=12", "optim.schedule=constant")) == 0
     here = losses(config_of().run.workdir)

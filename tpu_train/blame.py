@@ -16,6 +16,7 @@ from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
 from tpu_train.report import say
+from tpu_train.sharding import SPECS, without_stage
 from tpu_train.train import first_state
 from tpu_train.train_step import (
     TrainState,
@@ -39,7 +40,7 @@ def show(flag: dict[str, Any]) -> int:
         config = _config(flag, checkpoints, before)
         mesh = mesh_lib.make_mesh(config.mesh)
         mesh_lib.check_fits(config, mesh)
-        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
         vocab = config.model.vocab_size
         batches = data.train_batches(config.data, vocab_size=vocab, **processes.batch_share(mesh))
         try:
@@ -126,10 +127,17 @@ def look_into(state: TrainState, batch: dict[str, jax.Array], config: Config, co
 
 def _activations(state: TrainState, batch: dict[str, jax.Array], compute) -> list[examine.Tensor]:
     """Of the first micro-batch with one that is not finite, or else of the first."""
+    mesh, model = jax.sharding.get_mesh(), state.model
+    if mesh.shape["stage"] > 1:  # stages compute side by side, and this goes block by block
+        mesh = mesh_lib.without_stages(mesh)
+        on = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))  # noqa: E731
+        model = jax.tree.map(lambda x: on(x, without_stage(x.sharding.spec)), model)
+        batch = {name: on(x, SPECS["ABT"]) for name, x in batch.items()}
     found = []
-    for micro in range(batch["tokens"].shape[0]):
-        one = {name: x[micro] for name, x in batch.items()}
-        found.append(list(examine.activations(state.model, one, compute)))
-        if any(tensor.bad for tensor in found[-1]):
-            return found[-1]
+    with jax.set_mesh(mesh):
+        for micro in range(batch["tokens"].shape[0]):
+            one = {name: x[micro] for name, x in batch.items()}
+            found.append(list(examine.activations(model, one, compute)))
+            if any(tensor.bad for tensor in found[-1]):
+                return found[-1]
     return found[0]

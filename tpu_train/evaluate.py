@@ -10,7 +10,7 @@ import numpy as np
 from tpu_train import context, processes
 from tpu_train.loss import weighted_loss
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS
+from tpu_train.sharding import outside
 
 
 def make_eval_step(compute: Compute) -> Callable:
@@ -25,7 +25,7 @@ def make_eval_step(compute: Compute) -> Callable:
 
 def evaluate(eval_step: Callable, model, batches: Iterable, mesh: jax.sharding.Mesh, limit: int | None = None) -> float:
     """Mean cross entropy per token over the first `limit` batches, all if None; summed in float64."""
-    sharding, parts = jax.NamedSharding(mesh, SPECS["BT"]), processes.batch_share(mesh)["process_count"]
+    sharding, parts = jax.NamedSharding(mesh, outside("BT", mesh)), processes.batch_share(mesh)["process_count"]
 
     def place(x_BT):
         rows, length = x_BT.shape

@@ -40,7 +40,7 @@ def sample_text(
     # A document starts with the end of the one before, as in training.
     prompt_T = np.concatenate([[tokenizer.eod_id], tokenizer.encode(prompt)]).astype(np.int32)
     mesh = jax.sharding.get_mesh()
-    if mesh.shape["context"] > 1:
+    if mesh.shape["context"] * mesh.shape["stage"] > 1:
         mesh = mesh_lib.for_decoding(mesh)
         model = mesh_lib.moved(model, mesh)
     shards = math.prod(mesh.shape[axis] for axis in BATCH)

@@ -59,7 +59,7 @@ def _load(flag: dict[str, Any]):
         config_lib.check(config)
         mesh = mesh_lib.make_mesh(config.mesh)
         mesh_lib.check_fits(config, mesh)
-        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+        compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
         if flag["ema"] and config.optim.ema_decay is None:
             raise UserError(f"--ema: the run in {workdir} kept no moving average at step {step} (optim.ema_decay)")
         state: TrainState = checkpoints.restore(step, abstract_state(config, compute))

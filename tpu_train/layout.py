@@ -6,10 +6,10 @@ Without jax, so that it can be asked before there are devices.
 import math
 from collections.abc import Mapping
 
-from tpu_train import context
+from tpu_train import context, stages
 from tpu_train.config import Config, MeshConfig, UserError
 
-AXES = ("data", "expert", "fsdp", "context", "tensor")
+AXES = ("data", "stage", "expert", "fsdp", "context", "tensor")
 USUAL = ("data", "fsdp", "tensor")  # the others are named where they are more than 1
 
 
@@ -28,7 +28,7 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
 def check_fits(config: Config, size: Mapping[str, int]) -> None:
     """Raises UserError where an array dim does not divide over the axes, of the given sizes, that split it."""
     model = config.model
-    batch_axes, weight_axes = ("data", "expert", "fsdp"), ("expert", "fsdp", "context")
+    batch_axes, weight_axes = ("data", "expert", "fsdp"), ("expert", "fsdp", "context", "stage")
     micro_batch = config.data.batch_size // config.optim.accumulation_steps
     mlps = {"model.mlp_dim": model.mlp_dim}
     if model.num_experts:
@@ -53,3 +53,4 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
             "model.capacity_factor=none or mesh.context=1"
         )
     context.check(config, size)
+    stages.check(config, size)

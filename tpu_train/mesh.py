@@ -2,8 +2,8 @@
 
 Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (ZeRO-3); `expert`
 splits the batch and the experts, and other weights as `fsdp` does; `context` splits each row's tokens, and the weights
-as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary. All are Explicit: an array's type says how it is
-sharded.
+as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary; `stage` splits the layers while they compute, and
+before and after the batch and the weights as `fsdp` does. All are Explicit: an array's type says how it is sharded.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from tpu_train import layout
 from tpu_train.config import Config, MeshConfig, UserError
 from tpu_train.layout import AXES, mesh_shape
+from tpu_train.sharding import without_stage
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -41,20 +42,34 @@ def _across_slices(shape: tuple[int, ...], slices: int, devices: Sequence[jax.De
 
 
 def for_decoding(mesh: Mesh) -> Mesh:
-    """The same devices with `context` folded into `fsdp`, since one token can't be split.
+    """The same devices with `context` and `stage` folded into `fsdp`, since one token can't be split.
 
-    Weights are split over both axes, `fsdp` first, so every device keeps the part of them that it has.
+    Weights are split over the three axes, in this order after `fsdp`, so every device keeps the part that it has.
     """
+    return _folded(mesh, ("context", "stage"))
+
+
+def without_stages(mesh: Mesh) -> Mesh:
+    """The same devices with `stage` folded into `fsdp`; with a `context` as well weights lie elsewhere there."""
+    return _folded(mesh, ("stage",))
+
+
+def _folded(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
+    order = [axis for axis in AXES if axis not in axes]
+    place = order.index("fsdp") + 1
+    order[place:place] = axes
     sizes = dict(mesh.shape)
-    sizes["fsdp"], sizes["context"] = sizes["fsdp"] * sizes["context"], 1
-    return Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    for axis in axes:
+        sizes["fsdp"], sizes[axis] = sizes["fsdp"] * sizes[axis], 1
+    devices = mesh.devices.transpose([AXES.index(axis) for axis in order])
+    return Mesh(devices.reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def moved(tree: Any, mesh: Mesh) -> Any:
     """The arrays with `mesh` in place of one whose axes split them into the same parts, in place; nothing is sent."""
 
     def move(x):
-        sharding = jax.NamedSharding(mesh, x.sharding.spec)
+        sharding = jax.NamedSharding(mesh, without_stage(x.sharding.spec))
         return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
     return jax.tree.map(move, tree)

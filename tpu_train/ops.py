@@ -18,7 +18,18 @@ from pallas_kernels.cross_entropy.tpu import kernels_pay
 from tpu_train import context
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
-from tpu_train.sharding import BATCH, SHARDS, SPECS, TOKENS, P, gather_inside, num_shards
+from tpu_train.sharding import (
+    BATCH,
+    SHARDS,
+    SPECS,
+    P,
+    axes_outside,
+    gather_inside,
+    num_shards,
+    on_devices,
+    outside,
+    own_shape,
+)
 
 # Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
@@ -39,22 +50,23 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     size = jax.sharding.get_abstract_mesh().shape
     if math.prod(size.values()) == 1:  # XLA on CPU keeps a sum over one device
         return table_VD.at[tokens_BT].get(out_sharding=SPECS["BTD"]).astype(dtype)
+    shards = axes_outside(SHARDS)
 
     def local(table_VD, tokens_BT):
-        if num_shards() > 1:
-            tokens_BT = jax.lax.all_gather(tokens_BT, SHARDS, tiled=True)
+        if num_shards(shards) > 1:
+            tokens_BT = jax.lax.all_gather(tokens_BT, shards, tiled=True)
         if size["tensor"] == 1:
             x_BTD = table_VD.at[tokens_BT].get()
         else:
             rows_BT = tokens_BT - jax.lax.axis_index("tensor") * table_VD.shape[0]
             x_BTD = table_VD.at[rows_BT].get(mode="fill", fill_value=0, wrap_negative_indices=False)
         x_BTD = x_BTD.astype(dtype)
-        if num_shards() > 1:
-            x_BTD = jax.lax.all_to_all(x_BTD, SHARDS, split_axis=0, concat_axis=2, tiled=True)
+        if num_shards(shards) > 1:
+            x_BTD = jax.lax.all_to_all(x_BTD, shards, split_axis=0, concat_axis=2, tiled=True)
         return jax.lax.psum(x_BTD, "tensor")
 
-    return jax.shard_map(local, in_specs=(SPECS["VD"], SPECS["BT"]), out_specs=SPECS["BTD"])(
-        table_VD, jax.reshard(tokens_BT, SPECS["BT"])
+    return jax.shard_map(local, in_specs=(outside("VD"), outside("BT")), out_specs=outside("BTD"))(
+        table_VD, jax.reshard(tokens_BT, outside("BT"))
     )
 
 
@@ -110,7 +122,7 @@ def attention(
     angles = None if rotary is None else SPECS["BT"]
     # An int stays one: implementations may build on an offset that they know when they are traced.
     traced_offset = [q_offset] if isinstance(q_offset, jax.Array) else []
-    return jax.shard_map(
+    return on_devices(
         local,
         in_specs=(*(SPECS[dims] for dims in ("BTNH", "BSKH", "BSKH")), segments, angles, *(P() for _ in traced_offset)),
         out_specs=SPECS["BTNH"],
@@ -129,16 +141,13 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
     """`attention` of rows whose tokens `context` splits, by the method that context.py chooses for this layer."""
     if not isinstance(q_offset, int) or q_offset or k_BTKH.shape[1] != q_BTNH.shape[1]:
         raise UserError("mesh.context splits training rows alone; decode on a mesh with mesh.context=1")
-    size = jax.sharding.get_abstract_mesh().shape
-    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+    C = jax.sharding.get_abstract_mesh().shape["context"]
+    (b, t, n, H), k_ = own_shape(q_BTNH, "BTNH"), own_shape(k_BTKH, "BTKH")[2]
     implementation = compute.implementation
-    if not _enough(T // (2 * size["context"]), compute):
+    if not _enough(t // 2, compute):
         implementation = "xla"
     _check_head_dim(q_BTNH, implementation)
-    layer = context.Layer(
-        *(size["context"], B // math.prod(size[axis] for axis in BATCH), T, N // size["tensor"], K // size["tensor"]),
-        *(H, q_BTNH.dtype.itemsize, window),
-    )
+    layer = context.Layer(C, b, t * C, n, k_, H, q_BTNH.dtype.itemsize, window)
     method = context.choose(compute.context_method, layer, has_ring=implementation != "reference")
 
     def local(q, k, v, segment_ids):
@@ -154,13 +163,13 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
 
     segments = None if segment_ids_BT is None else SPECS["BT"]
     in_specs = SPECS["BTNH"], SPECS["BTKH"], SPECS["BTKH"], segments
-    return jax.shard_map(local, in_specs=in_specs, out_specs=SPECS["BTNH"])(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+    return on_devices(local, in_specs, SPECS["BTNH"])(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
 
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TOKENS)
-    return compute.implementation == "pallas" and _enough(x_BTD.shape[0] * x_BTD.shape[1] // devices, compute)
+    rows, tokens, _ = own_shape(x_BTD, "BTD")
+    return compute.implementation == "pallas" and _enough(rows * tokens, compute)
 
 
 @jax.named_scope("gated_mlp")
@@ -178,7 +187,7 @@ def gated_mlp(
         )
         return h_MF.reshape(B, T, -1)
 
-    run = jax.shard_map(local, in_specs=(SPECS["BTD"], SPECS["DF"], SPECS["DF"]), out_specs=SPECS["BTF"])
+    run = on_devices(local, (SPECS["BTD"], SPECS["DF"], SPECS["DF"]), SPECS["BTF"])
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
 
 
@@ -205,17 +214,18 @@ def linear_cross_entropy(
     # The reference takes the whole vocabulary; the others a slice each, summed over the axes.
     size = jax.sharding.get_abstract_mesh().shape
     B, T, _ = x_BTD.shape
-    V, b, shards = w_VD.shape[0], B // num_shards(BATCH), num_shards()
+    axes, V, b = axes_outside(SHARDS), w_VD.shape[0], B // num_shards(axes_outside(BATCH))
+    shards = num_shards(axes)
     # Devices that share the head bring together what is less: the head, or their tokens, each with a slice of it then.
     spread = B * T // size["data"] < V and V % (size["tensor"] * shards) == 0 and shards > 1
-    vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", *SHARDS) if spread else "tensor")
+    vocab_axis = {"reference": None}.get(compute.implementation, ("tensor", *axes) if spread else "tensor")
 
     def local(x_BTD, w_VD, labels_BT):
-        if vocab_axis == ("tensor", *SHARDS):
-            w_VD = jax.lax.all_to_all(w_VD, SHARDS, split_axis=0, concat_axis=1, tiled=True)
-            x_BTD, labels_BT = (jax.lax.all_gather(x, SHARDS, tiled=True, to="invarying") for x in (x_BTD, labels_BT))
+        if vocab_axis == ("tensor", *axes):
+            w_VD = jax.lax.all_to_all(w_VD, axes, split_axis=0, concat_axis=1, tiled=True)
+            x_BTD, labels_BT = (jax.lax.all_gather(x, axes, tiled=True, to="invarying") for x in (x_BTD, labels_BT))
         elif vocab_axis is not None:
-            w_VD = gather_inside(w_VD, "VD")
+            w_VD = gather_inside(w_VD, "VD", axes)
         x_TD, implementation = x_BTD.reshape(-1, x_BTD.shape[-1]), compute.implementation
         if implementation == "pallas" and not (compute.kernels_always or kernels_pay(x_TD, w_VD)):
             implementation = "xla"
@@ -229,13 +239,13 @@ def linear_cross_entropy(
             implementation=implementation,
         )
         loss_BT, lse_BT = loss.reshape(labels_BT.shape), lse.reshape(labels_BT.shape)
-        if vocab_axis == ("tensor", *SHARDS):
-            own = lambda y: jax.lax.dynamic_slice_in_dim(y, b * jax.lax.axis_index(SHARDS), b)  # noqa: E731
+        if vocab_axis == ("tensor", *axes):
+            own = lambda y: jax.lax.dynamic_slice_in_dim(y, b * jax.lax.axis_index(axes), b)  # noqa: E731
             return own(loss_BT), own(lse_BT)
         return loss_BT, lse_BT
 
     w_VD = jax.reshard(w_VD, P()) if vocab_axis is None else w_VD
-    w_spec = P() if vocab_axis is None else SPECS["VD"]
-    run = jax.shard_map(local, in_specs=(SPECS["BTD"], w_spec, SPECS["BT"]), out_specs=(SPECS["BT"], SPECS["BT"]))
+    w_spec, x_spec, each = P() if vocab_axis is None else outside("VD"), outside("BTD"), outside("BT")
+    run = jax.shard_map(local, in_specs=(x_spec, w_spec, each), out_specs=(each, each))
     # As stored, in float32: the op casts for its products and returns a float32 gradient.
     return run(x_BTD, w_VD, labels_BT)

@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from tpu_train.config import RunConfig, UserError
+from tpu_train.config import MeshConfig, RunConfig, UserError
 
 COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -29,7 +29,9 @@ class Compute:
     dtype: jnp.dtype
     implementation: str
     platform: str
-    context_method: str = "auto"  # of MeshConfig
+    context_method: str = "auto"  # of MeshConfig, as the next two
+    stage_rounds: int = 1
+    stage_microbatches: int | None = None
     kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
@@ -38,8 +40,8 @@ class Compute:
         return self.dtype == jnp.float16
 
 
-def resolve(config: RunConfig, platform: str, context_method: str = "auto") -> Compute:
-    """The `Compute` for a run on devices of `platform`, with the mesh's context_method.
+def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) -> Compute:
+    """The `Compute` for a run on devices of `platform`, with the mesh's context_method and stages.
 
     Raises UserError where the platform can't do what is asked.
     """
@@ -53,4 +55,8 @@ def resolve(config: RunConfig, platform: str, context_method: str = "auto") -> C
     if name == "float32":
         # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return Compute(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform, context_method)
+    mesh = mesh or MeshConfig()
+    return Compute(
+        *(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform),
+        *(mesh.context_method, mesh.stage_rounds, mesh.stage_microbatches),
+    )

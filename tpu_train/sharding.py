@@ -3,13 +3,18 @@
 A weight is stored split over SHARDS along D and over `tensor` along heads, feed-forward or vocabulary. `gather` brings
 it together over SHARDS just before use, in the compute dtype; its transpose scatters the gradient back. A row's tokens
 are split over `context`. Experts' weights are whole experts over `expert`, and within each split as other weights are.
+
+The table is that of the blocks, which `stage` splits by layers (models/pipeline.py). Outside them, and in what waits
+there between steps, `stage` is one more axis of the batch and of a weight's D: see `outside`.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 BATCH = ("data", "expert", "fsdp")
@@ -18,6 +23,12 @@ BATCH = ("data", "expert", "fsdp")
 SHARDS = ("expert", "fsdp", "context")
 EXPERT_SHARDS = ("fsdp", "context")
 TOKENS = (*BATCH, "context")
+# Outside the blocks. `stage` is last in D, so that leaving it out (`mesh.for_decoding`) moves nothing.
+OUTSIDE = {
+    BATCH: ("data", "stage", "expert", "fsdp"),
+    SHARDS: (*SHARDS, "stage"),
+    EXPERT_SHARDS: (*EXPERT_SHARDS, "stage"),
+}
 
 SPECS = {
     # Weights as stored. Stacked layers have a leading L, never split.
@@ -45,6 +56,48 @@ SPECS = {
 }
 
 
+def outside(dims: str, mesh: Mesh | AbstractMesh | None = None) -> P:
+    """SPECS[dims] outside the blocks, on `mesh` (default: the one in use); the same where it has one stage."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.shape.get("stage", 1) == 1:
+        return SPECS[dims]
+    return P(*(OUTSIDE.get(axes, axes) for axes in SPECS[dims]))
+
+
+def axes_outside(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """BATCH or SHARDS as they are outside the blocks."""
+    return OUTSIDE[axes] if jax.sharding.get_abstract_mesh().shape["stage"] > 1 else axes
+
+
+def without_stage(spec: P) -> P:
+    """A spec of `outside` as SPECS has it."""
+    return P(*({there: axes for axes, there in OUTSIDE.items()}.get(axes, axes) for axes in spec))
+
+
+def is_local() -> bool:
+    """Whether arrays are a device's own, in a shard_map over all of the mesh, as those of a stage are."""
+    return jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
+def on_devices(local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """shard_map over the mesh in use; `local` itself where arrays are a device's own already."""
+    return local if is_local() else jax.shard_map(local, in_specs=in_specs, out_specs=out_specs)
+
+
+def own_shape(x: jax.Array, dims: str) -> tuple[int, ...]:
+    """Of a device's part of `x`, in a block."""
+    if is_local():
+        return x.shape
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in SPECS[dims]]
+    return tuple(size // num_shards(over) for size, over in zip(x.shape, axes, strict=True))
+
+
+def vary_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` varying over all of `axes`, inside shard_map. The transpose is a sum over those that it did not vary over."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def dims_of(name: str) -> str:
     """The dims a parameter's name ends with: "w_DNH" -> "DNH"."""
     return name.rsplit("_", 1)[-1]
@@ -62,15 +115,15 @@ def gather(w: jax.Array, dims: str, dtype: jnp.dtype) -> jax.Array:
     return jax.reshard(w.astype(dtype), whole)
 
 
-def gather_inside(w: jax.Array, dims: str) -> jax.Array:
-    """`gather` inside shard_map, of this device's shard of a weight; no cast.
+def gather_inside(w: jax.Array, dims: str, over: tuple[str, ...] | None = None) -> jax.Array:
+    """`gather` inside shard_map, of this device's shard of a weight; no cast. `over`: in place of the table's axes.
 
     Its transpose scatters the gradient's sum over SHARDS and then adds up the shards over `data`, where summing a whole
     gradient and cutting it after would send twice as much.
     """
-    w = jax.lax.pcast(w, ("data",), to="varying")
+    w = vary_over(w, ("data",))
     axis = dims.index("D")
-    shards = SPECS[dims][axis]
+    shards = over or SPECS[dims][axis]
     return w if num_shards(shards) == 1 else jax.lax.all_gather(w, shards, axis=axis, tiled=True)
 
 

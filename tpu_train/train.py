@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, stages, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -45,7 +45,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
     clock = goodput.Clock(start_time, watch, shared=jax.process_count() > 1)
     mesh = mesh_lib.make_mesh(config.mesh)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     place = processes.batch_share(mesh)
     batches = data.train_batches(config.data, vocab_size=config.model.vocab_size, **place)
@@ -211,6 +211,8 @@ def _announce(config: Config, mesh: jax.sharding.Mesh, compute: precision.Comput
         say(f"  {name} = {value}")
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     say(f"devices: {devices.describe(mesh.devices)}, mesh: {axes}")
+    if mesh.shape["stage"] > 1:
+        say(f"pipeline: {stages.schedule(config, dict(mesh.shape))}")
     reason = ", since a CPU only emulates bfloat16" if compute.platform == "cpu" and compute.dtype == "float32" else ""
     say(f"weights float32, compute {compute.dtype}{reason}")
     tokens = config.data.batch_size * config.data.seq_len

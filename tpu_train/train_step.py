@@ -21,7 +21,7 @@ from tpu_train.models import balance
 from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule, moving_average
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS
+from tpu_train.sharding import outside
 
 GROWTH_INTERVAL = 2000  # finite steps before the float16 loss scale doubles, as in arXiv:1710.03740
 MAX_LOSS_SCALE = 2.0**24
@@ -141,7 +141,7 @@ def trace_step(config: Config, compute: Compute, mesh: jax.sharding.Mesh) -> jax
     """The train step traced for the shapes and shardings that `config` makes on `mesh`; nothing runs."""
     micro = config.optim.accumulation_steps
     shape = (micro, config.data.batch_size // micro, config.data.seq_len)
-    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    sharding = jax.NamedSharding(mesh, outside("ABT", mesh))
     dtypes = dict.fromkeys(batch_names(config), jnp.int32) | {"weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
     with jax.set_mesh(mesh):  # a thread has its own
@@ -158,7 +158,7 @@ def batch_names(config: Config) -> list[str]:
 
 def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """[A, B, T] arrays over the mesh, from this process's [b, T]."""
-    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    sharding = jax.NamedSharding(mesh, outside("ABT", mesh))
     micro, rows = config.optim.accumulation_steps, config.data.batch_size
     return {
         name: jax.make_array_from_process_local_data(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_train import aot, context, main
+from tpu_train import aot, context, layout, main, stages
 from tpu_train import config as config_lib
 from tpu_train.aot import search, table
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, UserError, apply_override
@@ -50,6 +50,10 @@ STEPS = {
         *("v5e:2x2", "mesh.expert=2", "model.num_layers=1", "model.num_experts=4", "model.expert_dim=128"),
         *("model.remat=none", "data.batch_size=16"),
     ),
+    "stages": step(
+        *("v5e:2x2", PLAIN, "mesh.fsdp=2", "mesh.stage=2", "mesh.stage_rounds=2", "mesh.stage_microbatches=4"),
+        "model.num_layers=4",
+    ),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "too large": step("v5e:1x1", PLAIN, "data.batch_size=40000", "model.remat=none"),
 }
@@ -69,7 +73,7 @@ def answers(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context", "experts"])
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context", "experts", "stages"])
 def test_step_compiles_and_its_memory_adds_up(answers, name):
     answer = answers[name]
     report = table.Report(STEPS[name].topology, STEPS[name].num_slices, answer)
@@ -147,6 +151,28 @@ def test_keys_go_round_the_ring_beside_the_kernels_as_often_as_the_formula_says(
     assert all(c["overlaps"] for c in permutes)
     # All but the way home, of dk and dv, have a kernel to travel beside.
     assert sum(c["kernels_meanwhile"] == 0 for c in permutes) <= 2
+
+
+@pytest.mark.slow
+def test_micro_batches_go_from_stage_to_stage_and_weights_once(answers):
+    collectives = answers["stages"]["collectives"]
+    of_stage = [c for c in collectives if c["axes"] == ["stage"]]
+
+    def sent(kind):
+        return sum(c["runs"] * c["bytes"] for c in of_stage if c["kind"] == kind)
+
+    plan = stages.schedule(STEPS["stages"].config, answers["stages"]["mesh"])
+    assert (plan.ticks, plan.bubble) == (9, 1 / 9)
+    rows, D = 8 // 2, 256  # of the devices along stage
+    # Forward and backward, one micro-batch of bfloat16 each tick.
+    assert sent("collective-permute") == 2 * plan.ticks * rows // 4 * 128 * D * 2
+    # A device's part of the weights changes once from all layers to those of its stage, and their gradients back.
+    matrices = 4 * (2 * D * 2 * 128 + 2 * D * 128 + 3 * D * 512)
+    assert sent("all-to-all") == 2 * matrices * 2 / 4
+    # Rows in and out, norms and tokens are all that ever comes together over stage: no weight of a block.
+    gathered = max(c["bytes"] for c in of_stage if c["kind"] not in ("collective-permute", "all-to-all"))
+    assert gathered <= rows * 128 * D * 2
+    assert not any(c["kind"] == "all-gather" and "stage" in c["axes"] and c["runs"] > 1 for c in collectives)
 
 
 @pytest.mark.slow
@@ -283,7 +309,7 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
         env=os.environ | {"XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["mesh"] == {"data": 1, "expert": 1, "fsdp": 4, "context": 1, "tensor": 1}
+    assert json.loads(done.stdout)["mesh"] == dict.fromkeys(layout.AXES, 1) | {"fsdp": 4}
 
 
 def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpu_train.config import MeshConfig
 from tpu_train.context import reorder
 from tpu_train.evaluate import evaluate, make_eval_step
 from tpu_train.loss import weighted_loss
@@ -40,7 +41,7 @@ def documents():
 def test_packed_rows_have_the_loss_and_gradients_of_their_documents(tiny, random_model, place, mesh_of, documents):
     mesh_of(2, context=2)
     config = tiny(*ONE_LAYER)
-    compute, model = resolve(config.run, "cpu", "ring"), random_model(config)
+    compute, model = resolve(config.run, "cpu", MeshConfig(context_method="ring")), random_model(config)
     loss_of = lambda model, batch: weighted_loss(model, batch, 0.0, compute)[0]  # noqa: E731
     step = jax.jit(jax.value_and_grad(loss_of))
     (packed, grads), (alone, wanted) = (step(model, place(batch)) for batch in documents)

@@ -50,11 +50,7 @@ def three_steps(tiny, random_batch, fresh_state, place, mesh_of):
             config = tiny(*VARIANTS[variant], f"mesh.context_method={method}")
             check_fits(config, mesh)
             state, batches = fresh_state(config), [place(random_batch(config, seed)) for seed in range(3)]
-            step = (
-                make_train_step(config, resolve(config.run, "cpu", config.mesh.context_method))
-                .lower(state, batches[0])
-                .compile()
-            )
+            step = make_train_step(config, resolve(config.run, "cpu", config.mesh)).lower(state, batches[0]).compile()
             metrics = []
             for batch in batches:
                 state, measured = step(state, batch)

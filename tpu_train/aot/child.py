@@ -54,7 +54,7 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     devices: list[Any] = list(topology.devices)
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     mesh_lib.check_fits(config, mesh)
-    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh.context_method)
+    compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
     state = abstract_state(config, compute)
     traced = trace_step(config, compute, mesh)
     filled = rows_filled(config, dict(mesh.shape))

@@ -41,7 +41,7 @@ def search(
 ) -> Iterator[tuple[Config, Report]]:
     """(config, report) of every candidate that was compiled."""
     for mesh in meshes(step.config, devices, step.num_slices):
-        rows = step.config.data.batch_size // (mesh.data * mesh.fsdp)
+        rows = step.config.data.batch_size // (mesh.data * mesh.stage * mesh.fsdp)
         for remat, parts in LADDER:
             if rows % parts:
                 continue
@@ -61,20 +61,20 @@ def search(
 def meshes(config: Config, devices: int, num_slices: int) -> Iterator[MeshConfig]:
     """Those that divide the devices, the model and the batch: `data` over the slices, the rest to `fsdp`.
 
-    `context` and `expert` stay as the config has them.
+    `context`, `expert` and `stage` stay as the config has them.
     """
     model, context, expert = config.model, max(config.mesh.context, 1), max(config.mesh.expert, 1)
+    stage = max(config.mesh.stage, 1)
     width = model.expert_size if model.num_experts else model.mlp_dim
     for tensor in TENSOR:
-        fsdp, left = divmod(devices, num_slices * context * expert * tensor)
-        rows, parts = num_slices * expert * fsdp, expert * fsdp * context
+        fsdp, left = divmod(devices, num_slices * stage * context * expert * tensor)
+        rows, parts = num_slices * stage * expert * fsdp, stage * expert * fsdp * context
         if left or config.data.batch_size % rows or model.model_dim % parts:
             continue
         if any(n % tensor for n in (model.num_heads, model.kv_heads, width, model.vocab_size)):
             continue
-        yield dataclasses.replace(
-            config.mesh, data=num_slices, fsdp=fsdp, tensor=tensor, context=context, expert=expert
-        )
+        mesh = dataclasses.replace(config.mesh, data=num_slices, stage=stage, fsdp=fsdp, tensor=tensor)
+        yield dataclasses.replace(mesh, context=context, expert=expert)
 
 
 def settings(config: Config, base: Config) -> str:

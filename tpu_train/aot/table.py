@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pallas_kernels.schedule_dump import CORES
-from tpu_train import chips
+from tpu_train import chips, stages
 from tpu_train.config import Config
 from tpu_train.planning import network
 from tpu_train.planning.advice import SHORTEST_CHUNK
@@ -127,6 +127,7 @@ class Report:
             f"{a['num_devices']} x {a['device_kind']} ({slices}{self.topology}), mesh: {axes}",
             f"{a['parameters']:,} parameters, {a['tokens']:,} tokens a step, compute {a['compute']}, "
             f"{a['implementation']} kernels: {kernel_runs(a['kernels'])}",
+            *([f"pipeline: {stages.schedule(config, a['mesh'])}"] if a["mesh"].get("stage", 1) > 1 else []),
             "",
             *self._memory(),
         ]

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from tpu_train import context
+from tpu_train import context, stages
 from tpu_train.config import Config, MeshConfig, UserError, did_you_mean
 from tpu_train.layout import AXES, check_fits, mesh_shape
 
@@ -25,9 +25,9 @@ class Case:
         method = f" ({self.context_method})" if self.sizes["context"] > 1 else ""
         return name_of(self.sizes) + method
 
-    @property
-    def mesh(self) -> MeshConfig:
-        return MeshConfig(**self.sizes, context_method=self.context_method)  # type: ignore[arg-type]
+    def mesh(self, asked: MeshConfig) -> MeshConfig:
+        """What a config asks of its mesh, on this one."""
+        return dataclasses.replace(asked, **self.sizes, context_method=self.context_method)  # type: ignore[arg-type]
 
 
 def name_of(sizes: Mapping[str, int]) -> str:
@@ -95,6 +95,8 @@ def cases(config: Config, sizes: Sizes) -> list[Case]:
         return [Case(sizes, asked)]
     rows = config.data.batch_size // config.optim.accumulation_steps
     rows //= sizes["data"] * sizes["expert"] * sizes["fsdp"]
+    if sizes["stage"] > 1:
+        rows //= stages.schedule(config, sizes).microbatches
     heads = model.num_heads // sizes["tensor"], model.kv_heads // sizes["tensor"]
     width = 4 if config.run.precision == "float32" else 2
     layers = [

@@ -25,20 +25,23 @@ def shrunk(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> C
     def parts(*axes: str) -> int:
         return math.lcm(*(math.prod(sizes.get(axis, 1) for axis in axes) for sizes in meshes))
 
-    row = math.lcm(ROW, 2 * parts("context"))
-    model = _model(config, row, parts("expert", "fsdp", "context"), parts("tensor"), parts("tensor", "context"))
+    row, width = math.lcm(ROW, 2 * parts("context")), parts("expert", "fsdp", "context", "stage")
+    mesh = dataclasses.replace(config.mesh, stage_rounds=min(config.mesh.stage_rounds, 2), stage_microbatches=None)
+    pieces = parts("stage") * mesh.stage_rounds if parts("stage") > 1 else 1
+    model = _model(config, row, width, parts("tensor"), parts("tensor", "context"), pieces)
     micro = min(config.optim.accumulation_steps, 2)
-    rows = math.lcm(4, parts("data", "expert", "fsdp"))
+    rows = math.lcm(4, parts("data", "stage", "expert", "fsdp"))
     if config.model.num_experts:
         model = _experts(model, config.model, parts("expert"), parts("tensor"))
     # Fewer tokens than words: the head is not gathered, the tokens are (ops.linear_cross_entropy).
     tokens = config.data.batch_size // config.optim.accumulation_steps * config.data.seq_len
     words = 2 * rows * row if tokens < config.model.vocab_size else 64
-    shards = parts("tensor") * parts("expert", "fsdp", "context")
+    shards = parts("tensor") * width
     small = dataclasses.replace(
         config,
         model=dataclasses.replace(model, vocab_size=math.lcm(words, shards)),
         data=dataclasses.replace(config.data, seq_len=row, batch_size=rows * micro),
+        mesh=mesh,
     )
     return with_steps(small, steps, micro)
 
@@ -61,12 +64,14 @@ def with_steps(config: Config, steps: int, micro: int | None = None) -> Config:
     return config
 
 
-def _model(config: Config, row: int, of_width: int, of_heads: int, of_heads_and_tokens: int) -> ModelConfig:
+def _model(
+    config: Config, row: int, of_width: int, of_heads: int, of_heads_and_tokens: int, of_groups: int
+) -> ModelConfig:
     model = config.model
     grouped, shared = model.kv_heads < model.num_heads, model.kv_heads == 1
     kv_heads = 1 if shared else math.lcm(2, of_heads_and_tokens)
     windows = tuple(_window(window, config.data.seq_len, row) for window in model.window_pattern)
-    groups = min(model.num_layers // len(windows), GROUPS)
+    groups = math.lcm(min(model.num_layers // len(windows), GROUPS), of_groups)
     return dataclasses.replace(
         model,
         num_layers=groups * len(windows),

@@ -23,7 +23,7 @@ from tpu_train.checking import batches, table
 from tpu_train.checking.meshes import Case
 from tpu_train.checking.results import Check, Measure, broken
 from tpu_train.config import Config
-from tpu_train.sharding import SPECS
+from tpu_train.sharding import outside
 
 LOSS = NORM = 1e-5
 MOVED = 1e-3
@@ -54,11 +54,11 @@ class Run:
 
 def on_mesh(config: Config, case: Case) -> tuple[Config, jax.sharding.Mesh, precision.Compute]:
     """The config with the mesh in it, that mesh, set, and how it computes."""
-    config = dataclasses.replace(config, mesh=case.mesh)
+    config = dataclasses.replace(config, mesh=case.mesh(config.mesh))
     count = int(np.prod(list(case.sizes.values())))
     mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:count])
     mesh_lib.check_fits(config, mesh)
-    return config, mesh, precision.resolve(config.run, mesh_lib.platform(mesh), case.context_method)
+    return config, mesh, precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
 
 
 def prepare(config: Config, case: Case, pool: ThreadPoolExecutor) -> Prepared:
@@ -95,7 +95,7 @@ def first_state(config: Config, case: Case) -> Arrays:
 
 def place(batch: batches.Batch, config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """A batch of [A, B, T] as train.py puts it on the mesh."""
-    C, sharding = mesh.shape["context"], jax.NamedSharding(mesh, SPECS["ABT"])
+    C, sharding = mesh.shape["context"], jax.NamedSharding(mesh, outside("ABT", mesh))
     return {name: jax.device_put(context.reorder(batch[name], C), sharding) for name in train_step.batch_names(config)}
 
 

@@ -17,7 +17,7 @@ from tpu_train.checking.results import Check, Measure
 from tpu_train.config import Config
 from tpu_train.layout import AXES
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, dims_of_path
+from tpu_train.sharding import SPECS, dims_of_path, outside
 
 Spec = tuple[tuple[str, ...], ...]  # the axes of each dim
 
@@ -51,7 +51,7 @@ def rows(state: Any) -> list[Row]:
         stacked = x.ndim - len(dims)
         said = None
         if dims in SPECS and stacked in (0, 1):
-            said = _of_each_dim((*(None,) * stacked, *SPECS[dims]), x.ndim)
+            said = _of_each_dim((*(None,) * stacked, *outside(dims)), x.ndim)
         found.append(Row(jax.tree_util.keystr(path), x.shape, x.dtype.itemsize, _of_each_dim(spec, x.ndim), said))
     return found
 

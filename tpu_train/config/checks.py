@@ -166,6 +166,7 @@ _POSITIVE = {
     "attention_soft_cap logit_soft_cap scan_unroll experts_per_token expert_dim capacity_factor",
     "data": "seq_len batch_size",
     "optim": "peak_lr muon_lr eps clip_norm accumulation_steps",
+    "mesh": "stage_rounds stage_microbatches",
     "checkpoint": "keep_last stop_seconds",
     "run": "steps log_every eval_every eval_batches hang_seconds",
 }

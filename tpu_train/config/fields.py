@@ -152,6 +152,10 @@ class MeshConfig:
     tensor: int = 1
     context: int = 1  # splits the tokens of a row
     expert: int = 1  # splits the experts, and the batch
+    stage: int = 1  # splits the layers, through which the batch goes in parts: see stages.py
+    stage_rounds: int = 1  # how often a part goes round all stages; more of them leave less idle and send more
+    # Parts of the rows that a stage has: a multiple of `stage`. None: as many as divide them, up to 4 a stage.
+    stage_microbatches: int | None = None
     # How attention sees past a device's own tokens; auto takes, layer by layer, what sends least: see context.py.
     context_method: Literal["auto", "all_gather", "ring", "all_to_all"] = "auto"
 

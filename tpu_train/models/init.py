@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_train.sharding import SPECS, P, dims_of
+from tpu_train.sharding import P, dims_of, outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Init:
 
     def _stacked(self, dims: str, shape: tuple[int, ...]):
         if self.layers is None:
-            return shape, jnp.float32, SPECS[dims]
-        return (self.layers, *shape), jnp.float32, P(None, *SPECS[dims])
+            return shape, jnp.float32, outside(dims)
+        return (self.layers, *shape), jnp.float32, P(None, *outside(dims))
 
     def _key_for(self, name: str) -> jax.Array:
         """A key of its own, made without the random generator: splitting keys would be most of what XLA compiles."""

@@ -13,7 +13,7 @@ from tpu_train import ops
 from tpu_train.config import ModelConfig
 from tpu_train.models.init import Init
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, P, gather, gather_inside
+from tpu_train.sharding import SPECS, P, gather, gather_inside, is_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,8 @@ def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array
         y = _product(x, gather_inside(w, dims), num_in)
         return jax.lax.psum(y, "tensor") if spec[0] == "tensor" else y
 
+    if is_local():
+        return local(x, w_)
     return jax.shard_map(local, in_specs=(in_spec, spec), out_specs=out_spec)(jax.reshard(x, in_spec), w_)
 
 
@@ -80,7 +82,7 @@ def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param, str], compute: Com
     On a CPU that holds whole weights, one product with all of them side by side: narrow ones run at half the speed.
     """
     size = jax.sharding.get_abstract_mesh().shape
-    if compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1:
+    if compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1 or is_local():
         return [project(x_BTD, w, dims) for w, dims in weights]
     B, T, D = x_BTD.shape
     whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in weights]

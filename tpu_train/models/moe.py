@@ -19,7 +19,7 @@ from tpu_train.models.balance import Load
 from tpu_train.models.init import Init
 from tpu_train.models.layers import MLP, activate
 from tpu_train.precision import Compute
-from tpu_train.sharding import SPECS, TOKENS, P, gather_inside
+from tpu_train.sharding import SPECS, TOKENS, P, gather_inside, on_devices
 
 
 def route(
@@ -85,7 +85,7 @@ class MoE(nnx.Module):
         weights = [None if w is None else w[...].astype(x_BTD.dtype) for w in (self.gate_EDF, self.up_EDF)]
         arrays = (x_BTD, real_BT, self.router_DE[...], None if self.bias_E is None else self.bias_E[...])
         dims = ("BTD", "BT", "DE", "E", "EDF", "EDF", "EFD")
-        y_BTD, load = jax.shard_map(
+        y_BTD, load = on_devices(
             lambda *arrays: self._local(*arrays, compute=compute),
             in_specs=tuple(SPECS[name] for name in dims),
             out_specs=(SPECS["BTD"], P()),

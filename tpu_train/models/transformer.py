@@ -5,12 +5,15 @@ in a pattern over layers, gated or plain MLP or a mixture of experts, tied or se
 with a remat policy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tpu_train import ops
-from tpu_train.config import ModelConfig
+from tpu_train.config import ModelConfig, UserError
+from tpu_train.models import pipeline
 from tpu_train.models.init import Init
 from tpu_train.models.layers import MLP, Attention, Context, RMSNorm, rotary_angles
 from tpu_train.models.moe import MoE
@@ -85,6 +88,17 @@ class Transformer(nnx.Module):
         goes to no expert.
         """
         x_BTD = ops.embed(self.embed_VD[...], tokens_BT, compute.dtype)
+        policy = REMAT_POLICIES[self.config.remat]
+        if pipeline.num_stages() > 1:
+            if cache is not None:
+                raise UserError("mesh.stage splits training alone; decode on a mesh with mesh.stage=1")
+            blocks = self.blocks if masters is None else jax.tree.map(master_value, self.blocks, masters)
+            of_tokens = positions_BT, segment_ids_BT, real_BT
+            x_BTD, loads = pipeline.through_stages(
+                *(one_group, x_BTD, of_tokens, blocks, self.config, compute),
+                remat=(lambda f: f) if policy is None else functools.partial(jax.checkpoint, policy=policy),
+            )
+            return self.final_norm(x_BTD), None, loads
         angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, compute)
         context = Context(*angles, segment_ids_BT, compute, cache_position, real_BT)
 
@@ -92,19 +106,24 @@ class Transformer(nnx.Module):
             blocks, masters, caches = layers
             if masters is not None:
                 blocks = jax.tree.map(master_value, blocks, masters)
-            new, loads = [], []
-            for i, block in enumerate(blocks):
-                with jax.named_scope(f"block{i}"):
-                    x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
-                new.append(layer_cache)
-                loads.append(load)
-            return x_BTD, (None if caches is None else new, loads)
+            x_BTD, new, loads = one_group(x_BTD, blocks, context, caches)
+            return x_BTD, (new, loads)
 
-        policy = REMAT_POLICIES[self.config.remat]
         body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
         layers = (self.blocks, masters, cache)
         x_BTD, (cache, loads) = jax.lax.scan(body, x_BTD, layers, unroll=self.config.scan_unroll)
         return self.final_norm(x_BTD), cache, loads
+
+
+def one_group(x_BTD: jax.Array, blocks, context: Context, caches=None):
+    """(x_BTD, caches, loads) after one group of layers, an entry for each of the pattern's."""
+    new, loads = [], []
+    for i, block in enumerate(blocks):
+        with jax.named_scope(f"block{i}"):
+            x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
+        new.append(layer_cache)
+        loads.append(load)
+    return x_BTD, None if caches is None else new, loads
 
 
 def stand_in(model: Transformer, dtype: jnp.dtype) -> Transformer:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from tpu_train import chips, layout
+from tpu_train import chips, layout, stages
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, UserError
 from tpu_train.planning import memory, roofline
@@ -70,8 +70,12 @@ def weigh(config: Config, fleet: Fleet, split: Split) -> Choice:
 def own(config: Config, fleet: Fleet) -> Choice:
     """The config's own mesh, micro-batches and remat policy."""
     sizes = dict(zip(layout.AXES, layout.mesh_shape(config.mesh, fleet.devices), strict=True))
+    layout.check_fits(config, sizes)
+    plan = stages.schedule(config, sizes)
     split = Split(
         **sizes,
+        stage_rounds=plan.rounds,
+        stage_microbatches=plan.microbatches,
         accumulation=config.optim.accumulation_steps,
         remat=config.model.remat,
         dtype=dtype_of(config, fleet),

@@ -16,6 +16,7 @@ from tpu_train.config import Config, ModelConfig
 from tpu_train.context import Layer, choose
 from tpu_train.flops import layer_params, num_params
 from tpu_train.layout import AXES
+from tpu_train.stages import Schedule
 
 Remat = Literal["none", "dots", "full"]
 
@@ -40,6 +41,9 @@ class Split:
     context: int = 1
     context_method: str = "auto"
     expert: int = 1  # the plan knows no experts: report.report refuses them
+    stage: int = 1
+    stage_rounds: int = 1
+    stage_microbatches: int = 1
 
     @property
     def devices(self) -> int:
@@ -51,8 +55,27 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Parts that a weight's D is split into."""
-        return self.fsdp * self.context
+        """Parts that a weight's D is split into; along `stage` while it waits, or in the blocks its layers are."""
+        return self.fsdp * self.context * self.stage
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.stage, self.stage_rounds, self.stage_microbatches)
+
+    @property
+    def turns(self) -> float:
+        """How often a device takes one of its layers, ticks on zeros among them: once without stages."""
+        return 1.0 if self.stage == 1 else self.schedule.ticks / self.stage_rounds
+
+    @property
+    def layers(self) -> float:
+        """Layers that a device takes in a pass, a layer counted as often as it is taken, over those of the model."""
+        return self.turns / self.stage
+
+    def tokens_at_once(self, config: Config) -> int:
+        """Tokens that a device takes through a layer at once."""
+        tokens = self.tokens(config)
+        return tokens if self.stage == 1 else tokens * self.stage // self.stage_microbatches
 
     @property
     def width(self) -> int:
@@ -60,8 +83,8 @@ class Split:
         return COMPUTE_BYTES[self.dtype]
 
     def tokens(self, config: Config) -> int:
-        """Tokens of one micro-batch on one device."""
-        rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp)
+        """Tokens of one micro-batch (of optim.accumulation_steps) on one device, outside the blocks."""
+        rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp * self.stage)
         return rows * config.data.seq_len // self.context
 
     def attention(self, model: ModelConfig, tokens: int, seq_len: int) -> list[tuple[str, Layer]]:
@@ -101,7 +124,7 @@ class Memory:
 
 
 def sharded_params(model: ModelConfig, split: Split) -> float:
-    """Scalars of the model on one device: matrices are split over fsdp, context and tensor, norm scales are not."""
+    """Scalars of the model on one device: matrices are split over all axes but data, norm scales are not."""
     norms = model.num_layers * layer_params(model)["norms"] + model.model_dim
     return (num_params(model) - norms) / (split.shards * split.tensor) + norms
 
@@ -169,9 +192,21 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
 
 def activations(config: Config, split: Split) -> float:
     """Bytes kept from the forward to the backward pass: every layer's, and three float32 [M, D] of the final norm."""
-    tokens = split.tokens(config)
-    layers = config.model.num_layers * kept_by_layer(config.model, split, tokens, config.data.seq_len)
-    return layers + 3 * FLOAT32 * tokens * config.model.model_dim
+    return of_layers(config, split) + 3 * FLOAT32 * split.tokens(config) * config.model.model_dim
+
+
+def of_layers(config: Config, split: Split) -> float:
+    """What `activations` counts of the layers; in a pipeline those of every tick, and the stage's own weights.
+
+    These are its layers in the compute dtype, which come together before the first tick, and the rows of all stages.
+    """
+    model, at_once = config.model, split.tokens_at_once(config)
+    kept = model.num_layers * split.layers * kept_by_layer(model, split, at_once, config.data.seq_len)
+    if split.stage == 1:
+        return kept
+    each = layer_params(model)
+    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
+    return kept + split.width * (matrices + split.stage * split.tokens(config) * model.model_dim)
 
 
 def spreads_head(model: ModelConfig, split: Split, tokens: int) -> bool:
@@ -194,12 +229,15 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
 
 
 def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
-    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'."""
+    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'.
+
+    In a pipeline the blocks' add up in float32 over the ticks.
+    """
     each = layer_params(model)
     matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
     norms = model.num_layers * each["norms"]
     others = sharded_params(model, split) - matrices - norms
-    return split.width * matrices + FLOAT32 * norms, FLOAT32 * others
+    return (split.width if split.stage == 1 else FLOAT32) * matrices + FLOAT32 * norms, FLOAT32 * others
 
 
 def training(config: Config, split: Split) -> Memory:
@@ -218,14 +256,14 @@ def training(config: Config, split: Split) -> Memory:
     each, group = layer_params(model), len(model.window_pattern)
     matrices = each["attention"] + each["mlp"]
     of_blocks, of_others = gradients(model, split)
-    seq_len = config.data.seq_len
-    layers = model.num_layers * kept_by_layer(model, split, M, seq_len)
+    layers = of_layers(config, split)
     rows, columns = head_shape(model, split, M)
     head = (FLOAT32 + c) * columns * model.model_dim + (2 * c * rows * model.model_dim if rows > M else 0.0)
     logits = chunk_tokens(model, split, M) * columns * (FLOAT32 + c)
     again = 0.0
     if split.remat != "none":
-        again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M, seq_len)
+        whole = dataclasses.replace(split, remat="none")
+        again = group * kept_by_layer(model, whole, split.tokens_at_once(config), config.data.seq_len)
     running = weights if split.accumulation > 1 else 0.0
     peaks = (
         # (gradients, activations, logits, transient, where)

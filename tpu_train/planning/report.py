@@ -160,7 +160,7 @@ def _network(config: Config, choice: Choice, fleet: Fleet) -> list[dict[str, Any
     for name, axis in network.axes(fleet, choice.split.sizes).items():
         tokens = choice.step.peak / axis.fast_bytes if axis.fast_bytes else None
         enough = None
-        if axis.fast > 1 and tokens:
+        if axis.fast > 1 and tokens and name != "stage":
             enough = config.model.mlp_dim / tokens if name == "tensor" else tokens
         found.append(
             {
@@ -204,6 +204,8 @@ def _serving(config: Config, fleet: Fleet, width: int) -> dict[str, Any]:
 
 def _notes(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
     found = [f"{name}: unknown, and counted as free" for name in choice.step.unknown]
+    if choice.split.stage > 1:
+        found.append(f"pipeline: {choice.split.schedule}")
     if fleet.chip.devices > 1:
         found.append(f"a {fleet.chip.name} chip is {fleet.chip.devices} devices to JAX: figures are of one device")
     if fleet.chip.name in ("v4", "v5p"):

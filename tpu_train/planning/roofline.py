@@ -11,6 +11,7 @@ config/fields.py.
 """
 
 import dataclasses
+import math
 
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, ModelConfig, UserError
@@ -138,39 +139,48 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     elif split.remat == "dots" and model.gated_mlp:
         of_mlp += first / (first + 1)
     ends = (N + 2 * K) * H + 3 * D + N * H + D
-    attention_bytes = products * c * (each["attention"] / t + M * ends)
+    # In a pipeline a layer's weights are read for each of its turns, and ticks without work take as long as others.
+    idle, reads = (1.0, 1.0) if split.stage == 1 else (split.schedule.ticks / split.schedule.busy, split.layers)
+    attention_bytes = products * c * (reads * each["attention"] / t + idle * M * ends)
     # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
-    kernel_bytes = c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
-    mlp_bytes = of_mlp * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
+    kernel_bytes = idle * c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
+    mlp_bytes = of_mlp * c * (reads * each["mlp"] / t + idle * M * (first * (D + F) + F + D))
     # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
     light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
     light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
+    light *= idle
     rows, columns = memory.head_shape(model, split, M)
     chunks = -(-rows // memory.chunk_tokens(model, split, M))
     head_bytes = (
         chunks * (3 * c + 2 * FLOAT32) * columns * D + rows * columns * (5 * FLOAT32 + 3 * c) + 3 * c * rows * D
     )
-    traffic = _traffic(model, split, axes, M, config.data.seq_len)
+    traffic = _traffic(config, split, axes)
     state = memory.sharded_params(model, split)
     kept = memory.moments(config, split) + memory.average(config, split)
     update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * kept
     return [
-        ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
+        ("projections", A * idle * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
-        ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, traffic["attention"]),
-        ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
+        ("attention", A * idle * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, traffic["attention"]),
+        ("mlp", A * idle * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
         # Rows are read and written in float32, both ways; the gradient starts as zeros of the table's own slice.
         ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.shards), traffic["embedding"]),
         # The backward pass takes the logits again: four products where the MFU counts three.
         ("head and loss", A * 4 * forward["head"], A * head_bytes, traffic["head"]),
         ("update", 0.0, update + A * c * state, {}),
+        *([("stages", 0.0, A * _stage_bytes(model, split, each), traffic["stages"])] if split.stage > 1 else []),
     ]
 
 
-def _traffic(
-    model: ModelConfig, split: Split, axes: dict[str, network.Axis], tokens: int, seq_len: int
-) -> dict[str, Traffic]:
+def _stage_bytes(model: ModelConfig, split: Split, each: dict[str, int]) -> float:
+    """Bytes of memory that stages add: a stage's layers cast and exchanged once, and gradients added in every turn."""
+    matrices = model.num_layers * (each["attention"] + each["mlp"]) / split.tensor
+    once, turn = (FLOAT32 + 3 * split.width) / split.shards, 2 * FLOAT32 * split.layers / (split.fsdp * split.context)
+    return matrices * (once + turn)
+
+
+def _traffic(config: Config, split: Split, axes: dict[str, network.Axis]) -> dict[str, Traffic]:
     """Seconds by block and axis in a step.
 
     fsdp: weights are gathered in the compute dtype forward, and again backward unless remat is none; their gradients
@@ -178,46 +188,65 @@ def _traffic(
         float32; or its slices are exchanged, the tokens gathered, and their float32 gradient all-reduced.
     context: the same, of the part of a weight that fsdp does not bring; and attention (network.attention).
     data: what both leave of a gradient is all-reduced, at the same width.
+    stage: outside the blocks as fsdp. In them a weight is gathered over fsdp and context in every turn, and the stages
+        exchange the weights and their gradients once, send a micro-batch on in every tick, forward and backward, and
+        share out the rows before and after, both ways.
     tensor: one all-reduce of [M, D] for each half of a layer, forward and backward; attention's again under full, whose
         MLP needs its output. The embedding's rows and the head's float32 dx are summed once. What XLA sums together,
         the gradients through q, k and v for one, counts once.
     """
+    model, tokens = config.model, split.tokens(config)
     A, c, t, D, L = split.accumulation, split.width, split.tensor, model.model_dim, model.num_layers
+    turns, at_once = split.layers, split.tokens_at_once(config)
     gathers = 1 if split.remat == "none" else 2
     each, table = layer_params(model), model.vocab_size * D / t
 
-    def over_shards(kind: str, size: float) -> Traffic:
-        """A gather, a reduction or an exchange over all that share a weight, in two stages."""
-        parts = {"context": size / split.fsdp, "fsdp": size / split.context if kind == "exchange" else size}
-        return {name: getattr(axes[name], kind)(part) for name, part in parts.items()}
+    def over_shards(kind: str, size: float, names: tuple[str, ...] = ("stage", "context", "fsdp")) -> Traffic:
+        """A gather, a reduction or an exchange over all that share a weight, one axis after the other."""
+        found, parts = {}, math.prod(split.sizes[name] for name in names)
+        together = 1
+        for name in names:
+            together *= split.sizes[name]
+            part = split.sizes[name] if kind == "exchange" else together
+            found[name] = getattr(axes[name], kind)(size * part / parts)
+        return found
 
-    def weights(size: float, times: int, width: int) -> Traffic:
-        scatter, shard = times + 1, size * width / split.shards
-        gathers = over_shards("gather", size * width)
-        return _each(A * scatter, gathers) | {"data": _times(A, axes["data"].reduce(shard))}
+    def weights(size: float, gathers: Traffic, times: float, width: int) -> Traffic:
+        return _each(A * times, gathers) | {"data": _times(A, axes["data"].reduce(size * width / split.shards))}
 
-    def sums(times: int, width: int) -> Traffic:
-        return {"tensor": _times(A * times, axes["tensor"].reduce(width * tokens * D))}
+    def of_blocks(size: float) -> Traffic:
+        return weights(size, over_shards("gather", size * c, ("context", "fsdp")), turns * (gathers + 1), c)
+
+    def sums(times: float, tokens: int) -> Traffic:
+        return {"tensor": _times(A * times, axes["tensor"].reduce(c * tokens * D))}
 
     half = 3 if split.remat == "full" else 2
     own = {"data": _times(A, axes["data"].reduce(FLOAT32 * table / split.shards))}
     rows, _ = memory.head_shape(model, split, tokens)
     shared = c * tokens * split.shards * D  # of all tokens that share the weights
-    head = weights(table, 1, FLOAT32)
+    head = weights(table, over_shards("gather", FLOAT32 * table), 2, FLOAT32)
     if rows > tokens:
         moves = [over_shards("gather", shared), over_shards("reduce", FLOAT32 * rows * D)]
         moves += 2 * [over_shards("exchange", FLOAT32 * table)]
         head = own | _each(A, _sum(moves))
     attention: Traffic = {}
     if split.context > 1:
-        layers = split.attention(model, tokens, seq_len)
-        times = A * L / len(layers)
+        layers = split.attention(model, at_once, config.data.seq_len)
+        times = A * L * turns / len(layers)
         attention = _each(times, _sum([{"context": network.attention(axes["context"], *layer)} for layer in layers]))
+    stage = axes["stage"]
+    stacks = c * L * (each["attention"] + each["mlp"]) / t / (split.fsdp * split.context)
+    moves = [
+        _each(2, {"stage": stage.exchange(stacks)}),
+        _each(4, {"stage": stage.gather(c * split.stage * tokens * D)}),
+        _each(2 * split.schedule.ticks, {"stage": stage.permute(c * at_once * D)}),
+    ]
     return {
-        "projections": weights(L * each["attention"] / t, gathers, c) | sums(L * half, c),
-        "mlp": weights(L * each["mlp"] / t, gathers, c) | sums(L * 2, c),
+        "projections": of_blocks(L * each["attention"] / t) | sums(L * turns * half, at_once),
+        "mlp": of_blocks(L * each["mlp"] / t) | sums(L * turns * 2, at_once),
         "attention": attention,
-        "embedding": own | _each(2 * A, over_shards("exchange", shared)) | sums(1, c),
+        "stages": _each(A, _sum(moves)),
+        "embedding": own | _each(2 * A, over_shards("exchange", shared)) | sums(1, tokens),
         "head": head | {"tensor": _times(A, axes["tensor"].reduce(FLOAT32 * rows * D))},
     }
 
