@@ -182,9 +182,18 @@ def kernels(folder: Path, module: str) -> list[str]:
     return [match[1] for match in programs if match and match[1] in calls]
 
 
-def _file(folder: Path, hlo_name: str, stage: str) -> Path:
+def is_there(folder: Path, hlo_name: str) -> bool:
+    """Whether the folder has the program of the instruction `hlo_name`."""
+    return bool(_files(folder, hlo_name, "post-delay-converter"))
+
+
+def _files(folder: Path, hlo_name: str, stage: str) -> list[Path]:
     name = re.compile(rf"\d+-{re.escape(hlo_name)}-\d+-{stage}\.txt")
-    found = [path for path in folder.glob(f"*-{stage}.txt") if name.fullmatch(path.name)]
+    return [path for path in folder.glob(f"*-{stage}.txt") if name.fullmatch(path.name)]
+
+
+def _file(folder: Path, hlo_name: str, stage: str) -> Path:
+    found = _files(folder, hlo_name, stage)
     if len(found) != 1:
         raise DumpError(f"{len(found)} files of stage {stage} for {hlo_name}")
     return found[0]

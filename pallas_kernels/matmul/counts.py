@@ -1,5 +1,7 @@
 """How often the regions of the matmul kernels run, for the schedule reader; blocks as chosen, tails nowhere."""
 
+from collections.abc import Mapping
+
 from pallas_kernels.matmul import blocks
 from pallas_kernels.matmul.blocks import KERNELS, RATES, Problem
 from pallas_kernels.runtime import CHIPS
@@ -12,6 +14,11 @@ def counts(op: str, problem: Problem, generation: str, recompute: bool = False) 
     """By kernel and region, of one forward and backward pass; of one core where two share the grid."""
     names = [(NAMES[kernel], kernel) for kernel in KERNELS] + [(RECOMPUTED, "forward")] * recompute
     return {name.format(op): _kernel_counts(kernel, problem, generation) for name, kernel in names}
+
+
+def runs(kernel: str, values: Mapping[str, int], generation: str, filled: float = 1.0) -> dict[str, float]:
+    """By region, of one core: of a call that says of itself that it has these values (runtime.facts)."""
+    return _kernel_counts(kernel, Problem(**values), generation)
 
 
 def _kernel_counts(kernel: str, problem: Problem, generation: str) -> dict[str, float]:

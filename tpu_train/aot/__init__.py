@@ -127,7 +127,8 @@ def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
             for step in steps
         ]
         (folder / "request.json").write_text(json.dumps(requests))
-        environment = schedule.compiler_environment()
+        (folder / "dump").mkdir()
+        environment = schedule.compiler_environment(schedule.dump_flags(folder / "dump"))
         paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {
             "PYTHONPATH": os.pathsep.join(paths),
