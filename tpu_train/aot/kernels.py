@@ -16,12 +16,16 @@ from pallas_kernels.schedule_dump import CORES, DumpError, is_there, read
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the compiled module. `cycles`: of one run, on one core; None where it is not known, for `why`."""
+    """One call of the compiled module.
+
+    `cycles`, and those of the matrix units alone: of one run, on one core; None where they are not known, for `why`.
+    """
 
     name: str
     instruction: str
     runs: float
     cycles: float | None
+    mxu_cycles: float | None
     why: str = ""
 
 
@@ -51,9 +55,10 @@ def _call(
     try:
         counts = cases.runs_of(facts, generation, filled)
         program = read(dump, _dumped(instruction, others, dump), CORES[generation])
-        return Call(name, instruction.name, runs, schedule.counted(program, counts, generation, {}).cycles)
+        kernel = schedule.counted(program, counts, generation, {})
+        return Call(name, instruction.name, runs, kernel.cycles, kernel.mxu_cycles)
     except (schedule.ScheduleError, DumpError) as error:
-        return Call(name, instruction.name, runs, None, str(error))
+        return Call(name, instruction.name, runs, None, None, str(error))
 
 
 def _dumped(instruction: Instruction, others: list[Instruction], dump: Path) -> str:
