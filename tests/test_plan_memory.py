@@ -14,9 +14,10 @@ from pallas_kernels.cross_entropy import xla as cross_entropy
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig
 from tpu_train.flops import layer_params
 from tpu_train.loss import weighted_loss
+from tpu_train.models import moe
 from tpu_train.models.transformer import Transformer, empty_cache
 from tpu_train.optim import make_optimizer
-from tpu_train.planning import memory
+from tpu_train.planning import experts, memory
 from tpu_train.planning.memory import Split
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P
@@ -83,6 +84,42 @@ def test_activations_along_context_are_what_jax_keeps(mesh_of, method, remat):
     assert kept_by_jax(model, length, dataclasses.replace(ON_TPU, context_method=method)) == planned
 
 
+MIXTURE = ModelConfig(64, 5, 32, 4, 2, 8, 48, num_experts=4, expert_dim=24)
+
+
+@pytest.mark.parametrize(
+    ("expert", "change", "remat"),
+    [
+        (1, {}, "none"),
+        (2, {"num_shared_experts": 1, "capacity_factor": 1.5}, "none"),
+        (2, {"gated_mlp": False, "experts_per_token": 3}, "none"),
+        (2, {"num_shared_experts": 2, "gated_mlp": False}, "dots"),
+    ],
+    ids=["one device", "shared, a capacity", "plain, more choices than experts here", "dots"],
+)
+def test_activations_of_experts_are_what_jax_keeps(mesh_of, expert, change, remat):
+    mesh_of(expert=expert)
+    model = dataclasses.replace(MIXTURE, remat=remat, **change)
+    split = Split(remat=remat, expert=expert)
+    planned = 5 * memory.kept_by_layer(model, split, ROWS * LENGTH // expert, LENGTH)
+    if remat != "none":
+        planned += 4 * (memory.sharded_params(model, split) - 64 * 32 / expert - 32)
+    # Sizes of groups and slices: E integers, or those of the experts here, a few times.
+    assert 0 <= kept_by_jax(model) - planned <= 5 * 4 * (8 * 4 + 3 * 4)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("change", [{}, {"capacity_factor": 1.25}, {"num_experts": 8, "experts_per_token": 3}])
+def test_room_for_rows_is_the_trainers(devices, change):
+    model = dataclasses.replace(MIXTURE, **change)
+    split = Split(expert=devices)
+    planned = experts.room(model, split, 3 * LENGTH, LENGTH)
+    if devices == 1:
+        assert planned == 3 * LENGTH * model.experts_per_token
+    else:
+        assert planned == moe.rows_at_home(model, devices, 3, LENGTH)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
@@ -109,10 +146,16 @@ def test_a_moving_average_adds_what_the_state_holds(mesh_of, split):
 
 
 def test_sharded_parameters_are_those_of_a_device_of_the_real_mesh(mesh_of):
-    model = SHAPES["gated, grouped"]
     mesh_of(1, 4, 2)
-    here = sum(x.sharding.shard_shape(x.shape)[0] * _rest(x) for x in jax.tree.leaves(abstract_model(model)))
-    assert memory.sharded_params(model, Split(1, 4, 2)) == here
+    assert memory.sharded_params(SHAPES["gated, grouped"], Split(1, 4, 2)) == _here(SHAPES["gated, grouped"])
+    mesh_of(fsdp=2, tensor=2, expert=2)
+    for balance in ("aux_loss", "bias"):
+        model = dataclasses.replace(MIXTURE, num_shared_experts=1, balance=balance)
+        assert memory.sharded_params(model, Split(fsdp=2, tensor=2, expert=2)) == _here(model)
+
+
+def _here(model):
+    return sum(x.sharding.shard_shape(x.shape)[0] * _rest(x) for x in jax.tree.leaves(abstract_model(model)))
 
 
 def _rest(x):

@@ -102,7 +102,7 @@ def least_batch(config: Config, fleet: Fleet) -> int | None:
     """The smallest batch, in rows, that some mesh of the fleet's devices divides; None if there is no such mesh."""
     found = []
     for split in _meshes(config, fleet):
-        rows = split.data * split.fsdp
+        rows = split.data * split.expert * split.fsdp
         if _divides(_with_batch(config, rows), split, fleet):
             found.append(rows)
     return min(found, default=None)
@@ -173,7 +173,10 @@ def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
             continue
         for policy in REMAT:
             split, count = None, 1
-            while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * mesh.fsdp) == 0:
+            while (
+                count <= MOST_MICRO_BATCHES
+                and config.data.batch_size % (count * mesh.data * mesh.expert * mesh.fsdp) == 0
+            ):
                 split = dataclasses.replace(mesh, accumulation=count, remat=policy)
                 if limit is None or memory.training(config, split).total <= limit:
                     break
@@ -183,13 +186,17 @@ def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
 
 
 def _meshes(config: Config, fleet: Fleet) -> Iterator[Split]:
-    """All of the fleet's devices; along context only where rows are long."""
+    """All of the fleet's devices; along context only where rows are long, along expert where there are experts."""
     for tensor in _divisors(fleet.devices):
         for context in _divisors(fleet.devices // tensor):
             if context > 1 and config.data.seq_len < 2 * context * SHORTEST_CHUNK:
                 continue
-            for fsdp in _divisors(fleet.devices // tensor // context):
-                yield Split(fleet.devices // tensor // context // fsdp, fsdp, tensor, context=context)
+            left = fleet.devices // tensor // context
+            for expert in [
+                n for n in _divisors(left) if n == 1 or (config.model.num_experts and config.model.num_experts % n == 0)
+            ]:
+                for fsdp in _divisors(left // expert):
+                    yield Split(left // expert // fsdp, fsdp, tensor, context=context, expert=expert)
 
 
 def _divides(config: Config, split: Split, fleet: Fleet) -> bool:

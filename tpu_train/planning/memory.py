@@ -16,6 +16,7 @@ from tpu_train.config import Config, ModelConfig
 from tpu_train.context import Layer, choose
 from tpu_train.flops import layer_params, num_params
 from tpu_train.layout import AXES
+from tpu_train.planning import experts
 
 Remat = Literal["none", "dots", "full"]
 
@@ -39,7 +40,7 @@ class Split:
     dtype: str = "bfloat16"
     context: int = 1
     context_method: str = "auto"
-    expert: int = 1  # the plan knows no experts: report.report refuses them
+    expert: int = 1
 
     @property
     def devices(self) -> int:
@@ -51,8 +52,8 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Parts that a weight's D is split into."""
-        return self.fsdp * self.context
+        """Parts that a weight is split into, but for `tensor`: its D, or its experts and their D."""
+        return self.expert * self.fsdp * self.context
 
     @property
     def width(self) -> int:
@@ -61,7 +62,7 @@ class Split:
 
     def tokens(self, config: Config) -> int:
         """Tokens of one micro-batch on one device."""
-        rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp)
+        rows = config.data.batch_size // (self.accumulation * self.data * self.expert * self.fsdp)
         return rows * config.data.seq_len // self.context
 
     def attention(self, model: ModelConfig, tokens: int, seq_len: int) -> list[tuple[str, Layer]]:
@@ -101,9 +102,17 @@ class Memory:
 
 
 def sharded_params(model: ModelConfig, split: Split) -> float:
-    """Scalars of the model on one device: matrices are split over fsdp, context and tensor, norm scales are not."""
-    norms = model.num_layers * layer_params(model)["norms"] + model.model_dim
-    return (num_params(model) - norms) / (split.shards * split.tensor) + norms
+    """Scalars of the model on one device: matrices are split over expert, fsdp, context and tensor, a router not over
+    tensor, norm scales and experts' biases not at all."""
+    whole = model.num_layers * (layer_params(model)["norms"] + experts.biases(model)) + model.model_dim
+    routers = model.num_layers * experts.router_weights(model)
+    return (num_params(model) - whole - routers) / (split.shards * split.tensor) + routers / split.shards + whole
+
+
+def layer_matrices(model: ModelConfig) -> int:
+    """Scalars of a layer's matrices, without a router, which stays in float32."""
+    each = layer_params(model)
+    return each["attention"] + each["mlp"] - experts.router_weights(model) - experts.biases(model)
 
 
 def moments(config: Config, split: Split) -> float:
@@ -116,9 +125,8 @@ def moments(config: Config, split: Split) -> float:
     whole = sharded_params(config.model, split)
     if config.optim.optimizer == "adamw":
         return whole * (first + FLOAT32)
-    each = layer_params(config.model)
-    blocks = config.model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
-    return whole * (first + FLOAT32) - blocks * FLOAT32
+    blocks = layer_matrices(config.model) / split.tensor + experts.router_weights(config.model)
+    return whole * (first + FLOAT32) - config.model.num_layers * blocks / split.shards * FLOAT32
 
 
 def average(config: Config, split: Split) -> float:
@@ -138,11 +146,12 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
     full: the group's input, c M D for each group of layers in the window pattern.
     dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
         projection, a plain MLP's first product (a policy sees none inside the gated kernel). Gathered weights are
-        gathered again.
+        gathered again. A router's logits are float32; experts' results are not kept.
     none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
         product that reads it, and once for the gated kernel; q, k, v, attention's output twice (as heads and flat) and
         its float32 lse; the MLP's hidden values (gated: up act'(gate), act(gate), product; else: up, act(up)); q/k
-        norm: three float32 [M, heads, H]. Where keys and values are gathered over context, those of all tokens.
+        norm: three float32 [M, heads, H]. Where keys and values are gathered over context, those of all tokens. With
+        experts, theirs (experts.kept) in place of the MLP's.
     `seq_len`: tokens of a row, for layers along context; None is one row.
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
@@ -150,12 +159,16 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
     if split.remat == "full":
         return c * M * D / len(model.window_pattern)
     if split.remat == "dots":
-        return c * M * (D + (N + 2 * K) * H / t + D + (0 if model.gated_mlp else F / t))
+        plain = (model.num_shared_experts * model.expert_size if model.num_experts else F) * (not model.gated_mlp)
+        return c * M * (D + (N + 2 * K) * H / t + D + plain / t) + FLOAT32 * M * model.num_experts
     each = layer_params(model)
-    total = c * (each["attention"] + each["mlp"]) / t
-    total += 2 * 3 * FLOAT32 * M * D + (3 + 1) * c * M * D
+    total = c * each["attention"] / t
+    total += 2 * 3 * FLOAT32 * M * D + 3 * c * M * D
     total += c * M * (3 * N + 2 * K) * H / t + FLOAT32 * M * N / t
-    total += c * M * (3 if model.gated_mlp else 2) * F / t
+    if model.num_experts:
+        total += experts.kept(model, split, M, seq_len or M * split.context)
+    else:
+        total += c * each["mlp"] / t + c * M * (D + (3 if model.gated_mlp else 2) * F / t)
     # Statistics of the norms and their scales.
     total += 4 * FLOAT32 * M + FLOAT32 * each["norms"]
     if model.qk_norm:
@@ -194,12 +207,20 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
 
 
 def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
-    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'."""
+    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms and routers in float32), the
+    others'."""
     each = layer_params(model)
-    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
-    norms = model.num_layers * each["norms"]
-    others = sharded_params(model, split) - matrices - norms
-    return split.width * matrices + FLOAT32 * norms, FLOAT32 * others
+    matrices = model.num_layers * layer_matrices(model) / (split.shards * split.tensor)
+    rest = model.num_layers * (each["norms"] + experts.biases(model) + experts.router_weights(model) / split.shards)
+    others = sharded_params(model, split) - matrices - rest
+    return split.width * matrices + FLOAT32 * rest, FLOAT32 * others
+
+
+def layer_gathered(model: ModelConfig, split: Split) -> float:
+    """Bytes of a layer's weights once brought together, and of their gradients as they leave their products."""
+    if model.num_experts:
+        return split.width * layer_params(model)["attention"] / split.tensor + experts.gathered(model, split)
+    return split.width * layer_matrices(model) / split.tensor
 
 
 def training(config: Config, split: Split) -> Memory:
@@ -213,10 +234,9 @@ def training(config: Config, split: Split) -> Memory:
         dtype.
     Micro-batches add a running sum of all gradients in float32.
     """
-    model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
+    model, M, c = config.model, split.tokens(config), split.width
     weights = FLOAT32 * sharded_params(model, split)
-    each, group = layer_params(model), len(model.window_pattern)
-    matrices = each["attention"] + each["mlp"]
+    group = len(model.window_pattern)
     of_blocks, of_others = gradients(model, split)
     seq_len = config.data.seq_len
     layers = model.num_layers * kept_by_layer(model, split, M, seq_len)
@@ -230,7 +250,7 @@ def training(config: Config, split: Split) -> Memory:
     peaks = (
         # (gradients, activations, logits, transient, where)
         (running, activations(config, split), logits, head, "loss"),
-        (running + of_blocks + of_others, layers, 0.0, again + group * c * matrices / t, "blocks"),
+        (running + of_blocks + of_others, layers, 0.0, again + group * layer_gathered(model, split), "blocks"),
     )
     found = [Memory(weights, moments(config, split), average(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)

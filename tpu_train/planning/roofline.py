@@ -11,12 +11,13 @@ config/fields.py.
 """
 
 import dataclasses
+import math
 
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, ModelConfig, UserError
 from tpu_train.flops import forward_flops_per_token, layer_params, train_flops_per_token
 from tpu_train.layout import AXES
-from tpu_train.planning import memory, network
+from tpu_train.planning import experts, memory, network
 from tpu_train.planning.memory import FLOAT32, Split
 
 
@@ -117,6 +118,7 @@ def step(config: Config, split: Split, fleet: Fleet) -> Step:
 
 
 Traffic = dict[str, tuple[float, float]]
+SHARDS = ("expert", "fsdp", "context")  # that split a weight, as in sharding.py
 
 
 def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[tuple[str, float, float, Traffic]]:
@@ -141,7 +143,11 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     attention_bytes = products * c * (each["attention"] / t + M * ends)
     # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
     kernel_bytes = c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
-    mlp_bytes = of_mlp * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
+    mlp, mlp_bytes = of_mlp * forward["mlp"], of_mlp * c * (each["mlp"] / t + M * (first * (D + F) + F + D))
+    if model.num_experts:
+        mlp = M / t * experts.flops(model, forwards, products, of_mlp)
+        mlp_bytes = experts.bytes_moved(model, split, M, config.data.seq_len, forwards)
+        F = 0.0  # their activation is in it
     # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
     light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
     light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
@@ -154,11 +160,27 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     state = memory.sharded_params(model, split)
     kept = memory.moments(config, split) + memory.average(config, split)
     update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * kept
+    counting = A * experts.counts_first(model, A)  # one more forward pass, for the loads of all micro-batches
     return [
-        ("projections", A * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
+        (
+            "projections",
+            (A * products + counting) * forward["projections"],
+            A * L * attention_bytes,
+            traffic["projections"],
+        ),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
-        ("attention", A * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, traffic["attention"]),
-        ("mlp", A * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
+        (
+            "attention",
+            (A * (forwards + 2.5) + counting) * forward["attention"],
+            A * L * kernel_bytes,
+            traffic["attention"],
+        ),
+        (
+            "experts" if model.num_experts else "mlp",
+            A * mlp + counting * forward["mlp"],
+            A * L * mlp_bytes,
+            traffic["mlp"],
+        ),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
         # Rows are read and written in float32, both ways; the gradient starts as zeros of the table's own slice.
         ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.shards), traffic["embedding"]),
@@ -177,6 +199,8 @@ def _traffic(
         are scattered in it. Rows of the embedding are exchanged. The head is gathered and its gradient scattered in
         float32; or its slices are exchanged, the tokens gathered, and their float32 gradient all-reduced.
     context: the same, of the part of a weight that fsdp does not bring; and attention (network.attention).
+    expert: the same, of all but the experts' weights; and the rows of all tokens' choices, to the experts and back. (A
+        router counts in the compute dtype, and is float32.)
     data: what both leave of a gradient is all-reduced, at the same width.
     tensor: one all-reduce of [M, D] for each half of a layer, forward and backward; attention's again under full, whose
         MLP needs its output. The embedding's rows and the head's float32 dx are summed once. What XLA sums together,
@@ -186,15 +210,27 @@ def _traffic(
     gathers = 1 if split.remat == "none" else 2
     each, table = layer_params(model), model.vocab_size * D / t
 
-    def over_shards(kind: str, size: float) -> Traffic:
-        """A gather, a reduction or an exchange over all that share a weight, in two stages."""
-        parts = {"context": size / split.fsdp, "fsdp": size / split.context if kind == "exchange" else size}
-        return {name: getattr(axes[name], kind)(part) for name, part in parts.items()}
+    def over_shards(kind: str, size: float, names: tuple[str, ...] = SHARDS) -> Traffic:
+        """A gather, a reduction or an exchange over all that share a weight, a stage for each axis."""
+        found, part = {}, size
+        whole = math.prod(axes[name].size for name in names)
+        for name in names:
+            found[name] = getattr(axes[name], kind)(size * axes[name].size / whole if kind == "exchange" else part)
+            part /= axes[name].size
+        return found
 
-    def weights(size: float, times: int, width: int) -> Traffic:
-        scatter, shard = times + 1, size * width / split.shards
-        gathers = over_shards("gather", size * width)
+    def weights(size: float, times: int, width: int, names: tuple[str, ...] = SHARDS) -> Traffic:
+        scatter, shard = times + 1, size * width / math.prod(axes[name].size for name in names)
+        gathers = over_shards("gather", size * width, names)
         return _each(A * scatter, gathers) | {"data": _times(A, axes["data"].reduce(shard))}
+
+    def of_experts() -> Traffic:
+        """Whole experts gather over fsdp and context alone; the rest of the mixture as any weight; rows cross."""
+        whole = experts.matrices(model, model.num_experts / split.expert) / t
+        rest = experts.matrices(model, model.num_shared_experts) / t + experts.router_weights(model)
+        rows = c * tokens * model.experts_per_token * D * split.expert
+        crossing = _each(A * L * experts.exchanges(gathers), {"expert": axes["expert"].exchange(rows)})
+        return _sum([weights(L * whole, gathers, c, SHARDS[1:]), weights(L * rest, gathers, c), crossing])
 
     def sums(times: int, width: int) -> Traffic:
         return {"tensor": _times(A * times, axes["tensor"].reduce(width * tokens * D))}
@@ -213,9 +249,10 @@ def _traffic(
         layers = split.attention(model, tokens, seq_len)
         times = A * L / len(layers)
         attention = _each(times, _sum([{"context": network.attention(axes["context"], *layer)} for layer in layers]))
+    mlp = of_experts() if model.num_experts else weights(L * each["mlp"] / t, gathers, c)
     return {
         "projections": weights(L * each["attention"] / t, gathers, c) | sums(L * half, c),
-        "mlp": weights(L * each["mlp"] / t, gathers, c) | sums(L * 2, c),
+        "mlp": mlp | sums(L * 2, c),
         "attention": attention,
         "embedding": own | _each(2 * A, over_shards("exchange", shared)) | sums(1, c),
         "head": head | {"tensor": _times(A, axes["tensor"].reduce(FLOAT32 * rows * D))},
@@ -231,5 +268,8 @@ def _each(factor: float, traffic: Traffic) -> Traffic:
 
 
 def _sum(moves: list[Traffic]) -> Traffic:
-    """Of moves over the same axes."""
-    return {axis: (sum(move[axis][0] for move in moves), sum(move[axis][1] for move in moves)) for axis in moves[0]}
+    found: Traffic = {}
+    for axis, (fast, slow) in (pair for move in moves for pair in move.items()):
+        before = found.get(axis, (0.0, 0.0))
+        found[axis] = before[0] + fast, before[1] + slow
+    return found
