@@ -52,7 +52,7 @@ def _forward(cut: blocks.Forward, T: int, V: int, cores: int, region: Region) ->
     """How often a region runs on one core: the loop makes a block's logits; some begin or end a block of tokens."""
     token_blocks = -(-T // cut.tokens) / cores
     steps = token_blocks * -(-V // cut.vocab)
-    name = _inside_grid(region)
+    name = _inside_grid(region, token_blocks * cores * -(-V // cut.vocab))
     if name == "top":
         return None
     if name.endswith("/loop1"):
@@ -66,7 +66,7 @@ def _backward(cut: blocks.Backward, T: int, D: int, V: int, cores: int, region: 
     """The same: loop1 makes logits, their gradients and dw, and in a block's first step fetches the head; loop2 dx."""
     vocab_blocks, token_blocks = -(-V // (cut.vocab * cores)), -(-T // cut.tokens)
     steps, groups = vocab_blocks * token_blocks, cut.vocab // (cut.rows * cut.ahead)
-    name = _inside_grid(region)
+    name = _inside_grid(region, steps * cores)
     if name == "top":
         return None
     if region.matmuls:
@@ -78,7 +78,9 @@ def _backward(cut: blocks.Backward, T: int, D: int, V: int, cores: int, region: 
     return steps
 
 
-def _inside_grid(region: Region) -> str:
-    """A region's name without the grid's, which is loop1 where XLA put every block in VMEM."""
+def _inside_grid(region: Region, steps: float) -> str:
+    """A region's name without the grid's, which is loop1 where XLA put every block in VMEM, and no loop of one step."""
     name = region.name
+    if steps <= 1:
+        return "" if name == "top" else f"/{name}"
     return next((name.removeprefix(grid) for grid in ("grid", "loop1") if name.startswith(grid)), "top")

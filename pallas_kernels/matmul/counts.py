@@ -34,11 +34,11 @@ def _kernel_counts(kernel: str, problem: Problem, generation: str) -> dict[str, 
     summed = n[contracted] > 1
     if summed:
         whens += [steps / n[contracted]] * 2  # sums begin, and end
-    around = "grid/when1"
-    found = {f"{around}/when{i + 1}": count for i, count in enumerate(whens)}
+    around = "grid/when1/" if steps > 1 else ""  # one step is no loop
+    found = {f"{around}when{i + 1}": count for i, count in enumerate(whens)}
     tiles = (block.D if kernel == "dw" else block.T) // blocks.tile(kernel, problem, block, chip)
     if tiles > 1:
-        found[f"{around}/loop1"] = steps * tiles
+        found[f"{around}loop1"] = steps * tiles
         if kernel == "forward" and summed:
-            found[f"{around}/when2/loop1"] = found.pop(f"{around}/when2") * tiles
+            found[f"{around}when2/loop1"] = found.pop(f"{around}when2") * tiles
     return found

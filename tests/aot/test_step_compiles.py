@@ -120,8 +120,8 @@ def test_flops_are_those_of_the_formula_and_what_remat_repeats(answers):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v5e", "context", "experts"])
 def test_kernels_count_by_their_schedules_as_often_as_their_flops_say(answers, name):
-    """What the regions' runs give the matrix units is what the call's FLOPs need, so the runs are right; all of a
-    block of keys and queries that a causal mask cuts through is multiplied, on a unit of 128 as the heads are."""
+    """What the regions' runs give the matrix units is what the call's FLOPs need, so the runs are right. All of a block
+    that a causal mask cuts through is multiplied, and so few rows do not go round the four units evenly."""
     answer, report = answers[name], table.Report("v5e:2x2", 1, answers[name])
     assert {call["name"]: call["why"] for call in answer["schedules"] if call["why"]} == {}
     rows = {kernel.name: kernel for kernel in report.kernels}
@@ -130,7 +130,7 @@ def test_kernels_count_by_their_schedules_as_often_as_their_flops_say(answers, n
         calls = [call for call in answer["schedules"] if call["name"] == kernel]
         mxu, bound = sum(call["runs"] * call["mxu_cycles"] for call in calls), rows[kernel].bound
         if kernel.startswith("flash_attention"):
-            assert bound < mxu < 2.1 * bound
+            assert bound < mxu < 3 * bound
         elif kernel.startswith("grouped_matmul"):  # room for the worst case, in bodies of 128 rows
             assert bound <= mxu < 4 * bound
         else:
