@@ -33,7 +33,10 @@ class Pair:
     num_slices: int = 1
 
 
-FEW = ("model.num_layers=4", "mesh.data=1", "mesh.fsdp=-1", "data.batch_size=16")
+FEW = (
+    *("model.num_layers=4", "model.model_dim=1024", "model.mlp_dim=4096", "model.num_heads=8", "model.num_kv_heads=4"),
+    *("model.head_dim=128", "model.vocab_size=32768", "mesh.data=1", "mesh.fsdp=-1", "data.batch_size=16"),
+)
 PAIRS = (
     Pair("fsdp, remat full", "v5e:4x4", FEW),
     Pair("fsdp, remat dots", "v5e:4x4", (*FEW, "model.remat=dots")),

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels.cross_entropy import blocks
 from pallas_kernels.cross_entropy import xla as cross_entropy
+from pallas_kernels.runtime import CHIPS
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig
 from tpu_train.flops import layer_params
 from tpu_train.loss import weighted_loss
@@ -176,6 +178,25 @@ def test_a_chunk_of_logits_is_what_the_op_cuts():
     assert memory.chunk_tokens(model, Split(), 10_000) == 2**28 // (4 * 2**17)
     assert memory.chunk_tokens(model, Split(tensor=4), 10_000) == 2048
     assert memory.chunk_tokens(model, Split(), 100) == 100
+
+
+@pytest.mark.parametrize("chip", memory.LOSS_KERNELS)
+def test_the_loss_has_its_kernel_where_the_op_takes_it(chip):
+    widest, cores = memory.LOSS_KERNELS[chip]
+    generation = CHIPS["tpu7x" if chip == "7x" else chip]
+    assert generation.cores == cores
+    for tokens in (512, 32_768):
+        shapes = [blocks.Shape(tokens, width, 128_256, 2, 4) for width in (widest, widest + 128)]
+        assert blocks.pays(shapes[0], generation)
+        assert not blocks.pays(shapes[1], generation)
+    model = ModelConfig(model_dim=2048)
+    assert memory.loss_cores(model, chip, "auto", "bfloat16") == cores
+    assert (
+        memory.loss_cores(model, chip, "xla", "bfloat16") == memory.loss_cores(model, "h100", "auto", "bfloat16") == 0
+    )
+    split = Split(loss_cores=cores)
+    logits, transient = memory.loss(ModelConfig(vocab_size=1024, model_dim=64), split, 256)
+    assert (logits, transient) == (0, 2 * 4 * 1024 * 64 + cores * 4 * 256 * 64)
 
 
 def config_of(rows=64, layers=4, **model):

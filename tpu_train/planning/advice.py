@@ -55,6 +55,10 @@ def dtype_of(config: Config, fleet: Fleet) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
 
+def _loss_cores(config: Config, fleet: Fleet) -> int:
+    return memory.loss_cores(config.model, fleet.chip.name, config.run.implementation, dtype_of(config, fleet))
+
+
 def room(fleet: Fleet) -> float | None:
     """Bytes of one device that a program can get; None where the chip's memory is unknown."""
     whole = fleet.chip.per_device("memory")
@@ -76,6 +80,7 @@ def own(config: Config, fleet: Fleet) -> Choice:
         remat=config.model.remat,
         dtype=dtype_of(config, fleet),
         context_method=config.mesh.context_method,
+        loss_cores=_loss_cores(config, fleet),
     )
     return weigh(config, fleet, split)
 
@@ -168,7 +173,9 @@ def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
     for mesh in _meshes(config, fleet):
-        mesh = dataclasses.replace(mesh, dtype=dtype, context_method=config.mesh.context_method)
+        mesh = dataclasses.replace(
+            mesh, dtype=dtype, context_method=config.mesh.context_method, loss_cores=_loss_cores(config, fleet)
+        )
         if not _divides(config, mesh, fleet):
             continue
         for policy in REMAT:

@@ -4,8 +4,8 @@ The formulas follow what the trainer does, not what a trainer could do: train_st
 float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
 layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
 between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
-or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss to be XLA's
-chunks: where its kernel runs, logits are never in HBM, and the loss needs less than is said here.
+or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss its kernel where
+that pays on the chip, and XLA's chunks elsewhere.
 """
 
 import dataclasses
@@ -23,6 +23,10 @@ Remat = Literal["none", "dots", "full"]
 FLOAT32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, as pallas_kernels.cross_entropy.xla has it
+# Widest models that the loss has its kernel for, of 512 tokens or more, and the cores of a device, each with a dx of its
+# own: what pallas_kernels.cross_entropy.blocks.pays says of a head in float32.
+LOSS_KERNELS = {"v4": (2688, 2), "v5e": (22272, 1), "v5p": (11008, 2), "v6e": (11008, 1), "7x": (5376, 1)}
+SHORTEST = 128  # tokens that the kernel takes
 # What a program can get of a device's memory. TPU: the compiler for v5e gives 15.75 of 16 GiB. GPU: JAX takes three
 # quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 USABLE = {"tpu": 15.75 / 16, "gpu": 0.75, "cpu": 1.0}
@@ -41,6 +45,7 @@ class Split:
     context: int = 1
     context_method: str = "auto"
     expert: int = 1
+    loss_cores: int = 0  # that share the loss's kernel; 0: XLA's chunks
 
     @property
     def devices(self) -> int:
@@ -206,6 +211,24 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
     return min(rows, max(8, LOGIT_BYTES // (FLOAT32 * columns)))
 
 
+def loss_cores(model: ModelConfig, chip: str, implementation: str, dtype: str) -> int:
+    """`Split.loss_cores` of a run on a chip."""
+    widest, cores = LOSS_KERNELS.get(chip, (0, 0))
+    takes = implementation in ("auto", "pallas") and dtype == "bfloat16" and model.model_dim <= widest
+    return cores if takes else 0
+
+
+def loss(model: ModelConfig, split: Split, tokens: int) -> tuple[float, float]:
+    """(logits, transient) bytes of the loss; `training` says what they are."""
+    rows, columns = head_shape(model, split, tokens)
+    D, c = model.model_dim, split.width
+    shared = 2 * c * rows * D if rows > tokens else 0.0
+    if split.loss_cores and rows >= SHORTEST:
+        return 0.0, 2 * FLOAT32 * columns * D + split.loss_cores * FLOAT32 * rows * D + shared / 2
+    logits = chunk_tokens(model, split, tokens) * columns * (FLOAT32 + c)
+    return logits, (FLOAT32 + c) * columns * D + shared
+
+
 def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
     """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms and routers in float32), the
     others'."""
@@ -228,21 +251,20 @@ def training(config: Config, split: Split) -> Memory:
 
     loss: every activation is kept; a device's part of the head is there in the compute dtype and its gradient adds up
         in float32: the head whole (over fsdp and context), or a slice of it and the tokens of all that share it, with
-        their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
+        their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype. The
+        kernel takes the head in float32, keeps dx in it, for each core, and makes no logits in HBM.
     blocks: all gradients but the embedding's rows are there; a group of layers is computed again with everything that
         remat none keeps, and its weights' gradients leave their products whole (over fsdp and context) in the compute
         dtype.
     Micro-batches add a running sum of all gradients in float32.
     """
-    model, M, c = config.model, split.tokens(config), split.width
+    model, M = config.model, split.tokens(config)
     weights = FLOAT32 * sharded_params(model, split)
     group = len(model.window_pattern)
     of_blocks, of_others = gradients(model, split)
     seq_len = config.data.seq_len
     layers = model.num_layers * kept_by_layer(model, split, M, seq_len)
-    rows, columns = head_shape(model, split, M)
-    head = (FLOAT32 + c) * columns * model.model_dim + (2 * c * rows * model.model_dim if rows > M else 0.0)
-    logits = chunk_tokens(model, split, M) * columns * (FLOAT32 + c)
+    logits, head = loss(model, split, M)
     again = 0.0
     if split.remat != "none":
         again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M, seq_len)
