@@ -23,8 +23,8 @@ Remat = Literal["none", "dots", "full"]
 FLOAT32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, as pallas_kernels.cross_entropy.xla has it
-# Widest models that the loss has its kernel for, of 512 tokens or more, and the cores of a device, each with a dx of its
-# own: what pallas_kernels.cross_entropy.blocks.pays says of a head in float32.
+# Widest models that the loss has its kernel for (512 tokens or more), and the cores of a device, each with its own dx:
+# what pallas_kernels.cross_entropy.blocks.pays says of a head in float32.
 LOSS_KERNELS = {"v4": (2688, 2), "v5e": (22272, 1), "v5p": (11008, 2), "v6e": (11008, 1), "7x": (5376, 1)}
 SHORTEST = 128  # tokens that the kernel takes
 # What a program can get of a device's memory. TPU: the compiler for v5e gives 15.75 of 16 GiB. GPU: JAX takes three
@@ -239,11 +239,23 @@ def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
     return split.width * matrices + FLOAT32 * rest, FLOAT32 * others
 
 
-def layer_gathered(model: ModelConfig, split: Split) -> float:
-    """Bytes of a layer's weights once brought together, and of their gradients as they leave their products."""
+def recomputed(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
+    """Bytes of a layer that is computed again: what remat none keeps, but for the norms' float32 values, which XLA
+    takes again where they are read."""
+    if split.remat == "none":
+        return 0.0
+    kept = kept_by_layer(model, dataclasses.replace(split, remat="none"), tokens, seq_len)
+    return kept - 2 * 3 * FLOAT32 * tokens * model.model_dim
+
+
+def backward(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
+    """Bytes that a layer's backward pass makes: gradients of the MLP's hidden values, the largest weight's, whole."""
+    c, t, D, F = split.width, split.tensor, model.model_dim, model.mlp_dim
+    hidden, rows, weight = (3 if model.gated_mlp else 2), float(tokens), D * F
     if model.num_experts:
-        return split.width * layer_params(model)["attention"] / split.tensor + experts.gathered(model, split)
-    return split.width * layer_matrices(model) / split.tensor
+        F, rows = model.expert_size, experts.room(model, split, tokens, seq_len)
+        weight = model.num_experts // split.expert * D * F
+    return c * (rows * hidden * F + max(weight, D * model.num_heads * model.head_size)) / t
 
 
 def training(config: Config, split: Split) -> Memory:
@@ -253,9 +265,9 @@ def training(config: Config, split: Split) -> Memory:
         in float32: the head whole (over fsdp and context), or a slice of it and the tokens of all that share it, with
         their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype. The
         kernel takes the head in float32, keeps dx in it, for each core, and makes no logits in HBM.
-    blocks: all gradients but the embedding's rows are there; a group of layers is computed again with everything that
-        remat none keeps, and its weights' gradients leave their products whole (over fsdp and context) in the compute
-        dtype.
+    blocks: all gradients but the embedding's rows are there; a group of layers is computed again (`recomputed`), and
+        one of them is in its backward pass (`backward`), where a weight's gradient leaves its product whole (over fsdp
+        and context) in the compute dtype.
     Micro-batches add a running sum of all gradients in float32.
     """
     model, M = config.model, split.tokens(config)
@@ -265,14 +277,12 @@ def training(config: Config, split: Split) -> Memory:
     seq_len = config.data.seq_len
     layers = model.num_layers * kept_by_layer(model, split, M, seq_len)
     logits, head = loss(model, split, M)
-    again = 0.0
-    if split.remat != "none":
-        again = group * kept_by_layer(model, dataclasses.replace(split, remat="none"), M, seq_len)
+    at_work = group * recomputed(model, split, M, seq_len) + backward(model, split, M, seq_len)
     running = weights if split.accumulation > 1 else 0.0
     peaks = (
         # (gradients, activations, logits, transient, where)
         (running, activations(config, split), logits, head, "loss"),
-        (running + of_blocks + of_others, layers, 0.0, again + group * layer_gathered(model, split), "blocks"),
+        (running + of_blocks + of_others, layers, 0.0, at_work, "blocks"),
     )
     found = [Memory(weights, moments(config, split), average(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)
