@@ -134,7 +134,7 @@ def assigned_bytes(step: Step) -> int:
     """HBM that the compiler assigns to a device, arguments and temporaries, in a tenth of a whole compile's time.
 
     XLA decides it, and writes it down, before it makes code of the program; then the compiler's process is ended. The
-    figure is that of the whole compile. Raises UserError where the step is refused or does not fit.
+    figure is that of the whole compile; of what does not fit, what the refusal names. Raises UserError on bad input.
     """
     with tempfile.TemporaryDirectory(prefix="assign-") as name:
         folder = Path(name)
@@ -147,12 +147,15 @@ def assigned_bytes(step: Step) -> int:
                     time.sleep(0.2)
             finally:
                 child.kill()
-        if (answer := folder / "0.json").exists():
-            refuse(step, json.loads(answer.read_text()))
+        if (file := folder / "0.json").exists():
+            answer = json.loads(file.read_text())
+            refuse(step, answer)
+            if "needed_bytes" in answer:
+                return answer["needed_bytes"]
         reports = [file.read_text() for file in dumped("*jit_train_step*-memory-usage-report.txt")]
         found = re.search(r"color=0\)\nTotal bytes: (\d+)", "".join(reports))
         if found is None:
-            raise UserError(f"the compiler for {step.topology} assigned no memory: the step does not fit, or it failed")
+            raise UserError(f"the compiler for {step.topology} wrote down no memory that it assigned")
         return int(found[1])
 
 
