@@ -35,7 +35,13 @@ def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int =
         sizes = choose(seq_len, seq_len, head_dim, head_dim, 2, CHIPS[generation])
         if sizes.resident < seq_len:
             raise ScheduleError(f"flash_attention: keys of {seq_len} x {head_dim} do not stay in VMEM on {generation}")
-        values = {"rows": 1, "heads": num_heads, "kv_heads": num_kv_heads, "queries": seq_len, "keys": seq_len}
+        values: dict[str, Any] = {
+            "rows": 1,
+            "heads": num_heads,
+            "kv_heads": num_kv_heads,
+            "queries": seq_len,
+            "keys": seq_len,
+        }
         values |= {name: getattr(sizes, name) for name in ("q", "k", "resident")}
         values |= {"left": None, "right": 0, "offset": 0, "segmented": False}
         return {
@@ -53,7 +59,7 @@ def causal(seq_len: int, head_dim: int, num_heads: int = 32, num_kv_heads: int =
     )
 
 
-def runs(kernel: str, values: Mapping[str, int | None], generation: str, filled: float = 1.0) -> Counts:
+def runs(kernel: str, values: Mapping[str, Any], generation: str, filled: float = 1.0) -> Counts:
     """By region, of one core: of a call that says of itself that it has these values (runtime.facts).
 
     Each row is taken to be one document: of several, pairs of blocks that share none are left out, and a whole pair
@@ -68,30 +74,30 @@ def runs(kernel: str, values: Mapping[str, int | None], generation: str, filled:
 def _counts(kernel: str, values: Mapping[str, Any]) -> dict[str, float]:
     """By the end of a region's name, of one core that does it all."""
     mask = Mask(values["left"], values["right"])
-    sizes = {name: values[name] for name in ("q", "k")}
-    visits = Visits(mask, values["queries"], values["keys"], *sizes.values(), values["offset"], values["segmented"])
+    lengths = values["queries"], values["keys"]
+    visits = Visits(mask, *lengths, values["q"], values["k"], values["offset"], values["segmented"])
     parts = -(-values["keys"] // values["resident"])
     heads = values["rows"] * values["heads"]
-    bodies = {name: heads * count for name, count in _pairs(visits).items()}
+    bodies: dict[str, float] = {name: heads * count for name, count in _pairs(visits, values["offset"]).items()}
     steps = heads * -(-values["queries"] // values["q"])
     if kernel == "backward":  # each part of the keys in a call of its own
         bodies = {name: count / parts for name, count in bodies.items()}
     met = sum(bodies.values())
-    counts = {"grid": steps, "loop1": steps} | bodies
+    counts = {"grid": float(steps), "loop1": float(steps)} | bodies
     if kernel == "forward":
         return counts | {"when1/loop1": met}
     once = values["rows"] * values["kv_heads"] * values["resident"] // values["k"]
     return counts | {"when1/loop1": once, "when2/loop1": met, "when3/loop1": once}
 
 
-def _pairs(visits: Visits) -> dict[str, int]:
+def _pairs(visits: Visits, offset: int) -> dict[str, int]:
     """How often each body of visits.run runs for a head of one row: loop1/when1 on whole pairs, ... in its order."""
     deltas = visits.deltas or ()
     order = ["whole", *(["several segments"] if visits.segmented else []), *deltas, "others"]
     met = Counter[Any]()
     for i in range(-(-visits.num_queries // visits.block_q)):
-        first = visits.offset + i * visits.block_q
-        last = min(first + visits.block_q - 1, visits.offset + visits.num_queries - 1)
+        first = offset + i * visits.block_q
+        last = min(first + visits.block_q - 1, offset + visits.num_queries - 1)
         low, high = visits.mask.key_range(first, last, visits.num_keys)
         for j in range(low // visits.block_k, -(-high // visits.block_k)):
             delta = first - j * visits.block_k

@@ -1,6 +1,7 @@
 """How often the regions of the matmul kernels run, for the schedule reader; blocks as chosen, tails nowhere."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from pallas_kernels.matmul import blocks
 from pallas_kernels.matmul.blocks import KERNELS, RATES, Problem
@@ -16,7 +17,7 @@ def counts(op: str, problem: Problem, generation: str, recompute: bool = False) 
     return {name.format(op): _kernel_counts(kernel, problem, generation) for name, kernel in names}
 
 
-def runs(kernel: str, values: Mapping[str, int], generation: str, filled: float = 1.0) -> dict[str, float]:
+def runs(kernel: str, values: Mapping[str, Any], generation: str, filled: float = 1.0) -> dict[str, float]:
     """By region, of one core: of a call that says of itself that it has these values (runtime.facts)."""
     return _kernel_counts(kernel, Problem(**values), generation)
 

@@ -76,7 +76,7 @@ class Report:
     @property
     def kernels(self) -> tuple[KernelRow, ...]:
         """By kernel, in a step."""
-        flops = {}
+        flops: dict[str, list[float | None]] = {}
         for name, count in self.answer["flops_by_kernel"].items():
             flops.setdefault(name.removesuffix("_whole"), []).append(count)
         rows = []
@@ -84,7 +84,8 @@ class Report:
             calls = [call for call in self.answer["schedules"] if call["name"] == name]
             known = [call["runs"] * call["cycles"] for call in calls if call["cycles"] is not None]
             counts = flops.get(name, [None])
-            bound = None if None in counts else sum(counts) / self.flops_per_cycle
+            stated = [count for count in counts if count is not None]
+            bound = sum(stated) / self.flops_per_cycle if len(stated) == len(counts) else None
             cycles = sum(known) if len(known) == len(calls) else None
             why = next((call["why"] for call in calls if call["why"]), "")
             rows.append(KernelRow(name, sum(call["runs"] for call in calls), cycles, bound, why))
@@ -93,8 +94,9 @@ class Report:
     @property
     def kernel_cycles(self) -> float | None:
         """Of the Pallas kernels' schedules, of one that has none its bound; None where that is not known either."""
-        cycles = [kernel.bound if kernel.cycles is None else kernel.cycles for kernel in self.kernels]
-        return None if None in cycles else sum(cycles)
+        known = [kernel.bound if kernel.cycles is None else kernel.cycles for kernel in self.kernels]
+        cycles = [count for count in known if count is not None]
+        return sum(cycles) if len(cycles) == len(known) else None
 
     @property
     def fleet(self) -> chips.Fleet:
