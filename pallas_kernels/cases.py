@@ -1,15 +1,17 @@
 """The kernels' cases: each a kernel at one shape, with what its op's own arithmetic says of it.
 
 `tpu-train kernels` measures them, and the schedule budget holds each to what it once took (tests/aot). An op adds its
-own: a function `cases() -> list[Case]` in pallas_kernels/<op>/cases.py, and its name here in OPS.
+own: functions `cases() -> list[Case]` and `runs(kernel, values, generation, filled) -> Counts` in
+pallas_kernels/<op>/cases.py, and its name here in OPS. `runs` serves a kernel in any program (tpu-train compile).
 """
 
+import ast
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pallas_kernels.schedule import Counts, Job, parse_topology
+from pallas_kernels.schedule import Counts, Job, ScheduleError, parse_topology
 
 OPS = {
     "flash_attention": "pallas_kernels.attention.cases",
@@ -51,3 +53,16 @@ def all_cases(op: str | None = None) -> list[Case]:
         if op in (None, name):
             found += importlib.import_module(module).cases()
     return found
+
+
+def runs_of(facts: Mapping[str, str], generation: str, filled: float = 1.0) -> Counts:
+    """How often the regions of a kernel run on one core, from what its call says of itself (runtime.facts).
+
+    `filled`: of the rows that a grouped product has room for, the share that comes, evenly to all groups. Raises
+    ScheduleError where no op knows.
+    """
+    values = {name: ast.literal_eval(text) for name, text in facts.items() if name not in ("op", "kernel")}
+    module = OPS.get(facts.get("op", ""))
+    if module is None:
+        raise ScheduleError("no op says how often its regions run")
+    return importlib.import_module(module).runs(facts["kernel"], values, generation, filled)

@@ -6,9 +6,10 @@ compares the counter with: JAX counts from 0 by 1.
 
 import dataclasses
 import functools
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = (.*)$")
@@ -16,6 +17,8 @@ _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\](?:\{([\d,]*):?([^}
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_FACTS = re.compile(r"kernel_metadata=(\{[^{}]*\})")
+KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel's call
 _BITS = {"pred": 8, "bf16": 16, "token": 0}
 
 
@@ -67,6 +70,12 @@ class Instruction:
         return found[1] if found else None
 
     @property
+    def facts(self) -> dict[str, str]:
+        """What a Pallas kernel's call says of itself (runtime.facts); {} where it says nothing."""
+        found = _FACTS.search(self.rest)
+        return json.loads(found[1]) if found else {}
+
+    @property
     def cycles(self) -> int:
         """The compiler's own estimate; 0 where it gives none, as for copies, collectives and Pallas kernels."""
         found = _CYCLES.search(self.rest)
@@ -80,6 +89,7 @@ class Module:
     entry: str
     computations: dict[str, tuple[Instruction, ...]]
     frames: dict[int, tuple[str, int, int]]  # id: file, line, id of the frame that called it (0: none)
+    kernel_cycles: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of Pallas kernels' calls, by name
 
     def source(self, instruction: Instruction, root: str = "") -> str:
         """file:line of the innermost frame whose file is under `root`, without it; "" where there is none."""
@@ -104,7 +114,7 @@ class Module:
 
     @property
     def total_cycles(self) -> float:
-        """The compiler's estimate for the whole program, without its Pallas kernels."""
+        """The compiler's estimate for the whole program, and what kernel_cycles has of its Pallas kernels."""
         return self._sum(self.entry)
 
     def cycles(self, instruction: Instruction) -> float:
@@ -116,7 +126,7 @@ class Module:
             return (self.trips(instruction) or 1) * self._sum(instruction.attribute("body"))
         if instruction.op in ("call", "conditional"):
             return max((self._sum(name) for name in branches(instruction)), default=0)
-        return instruction.cycles
+        return instruction.cycles + self.kernel_cycles.get(instruction.name, 0)
 
     def _sum(self, computation: str | None) -> float:
         return sum(self.cycles(instruction) for instruction in self.computations[computation or ""])
@@ -148,7 +158,7 @@ def parse(text: str) -> Module:
     """The module that `compiled.as_text()` prints. Raises ValueError where it has no entry."""
     computations: dict[str, list[Instruction]] = {}
     entry = name = ""
-    for line in text.splitlines():
+    for line in on_one_line(text).splitlines():
         if start := _COMPUTATION.match(line):
             name = start[2]
             computations[name] = []
@@ -160,6 +170,11 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("the compiled module's text has no ENTRY computation")
     return Module(entry, {name: tuple(body) for name, body in computations.items()}, _frames(text))
+
+
+def on_one_line(text: str) -> str:
+    """The text with each instruction on a line: XLA prints what a kernel says of itself on several."""
+    return _FACTS.sub(lambda found: found[0].replace("\n", ""), text)
 
 
 def _instruction(name: str, body: str) -> Instruction:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,11 @@ def vary_alike(*operands):
 def shape_like(shape: tuple[int, ...], dtype, operand: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's result that varies over the mesh axes that `operand` varies over."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operand).manual_axis_type)
+
+
+def facts(op: str, kernel: str, values: Mapping[str, int | bool | None]) -> dict[str, str]:
+    """A pallas_call's metadata: what it is and what its grid and its masks follow from, as cases.runs_of reads it."""
+    return {"op": op, "kernel": kernel} | {name: str(value) for name, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -217,12 +217,18 @@ def compiler_environment(flags: str = "") -> dict[str, str]:
     }
 
 
+def dump_flags(folder: Path) -> str:
+    """LIBTPU_INIT_ARGS that have libtpu write into `folder` what schedule_dump.py reads."""
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    return f"{flags} --xla_jf_dump_category_filter=original,utilization,program"  # "codegen" takes nine times as long
+
+
 def _compile(folder: Path, topologies: list[str]) -> dict[str, Any]:
     (folder / "dump").mkdir()
     (folder / "request.json").write_text(json.dumps(topologies))
-    flags = f"--xla_jf_dump_to={folder / 'dump'} --xla_jf_dump_llo_text=true"
-    flags += " --xla_jf_dump_category_filter=original,utilization,program"  # "codegen" takes nine times as long
-    environment = compiler_environment(flags) | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # a found one dumps nothing
+    environment = compiler_environment(dump_flags(folder / "dump")) | {
+        "JAX_ENABLE_COMPILATION_CACHE": "false"
+    }  # a found one dumps nothing
     child = [sys.executable, "-P", str(Path(__file__).with_name("schedule_child.py")), str(folder)]
     done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
     answer_file = folder / "answer.json"
@@ -245,7 +251,7 @@ def _report(
     try:
         programs = [read(dump, name, core) for name in kernels(dump, module)]
         limits = said["vmem_limits"]
-        found = tuple(_kernel(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
+        found = tuple(counted(program, job.counts.get(program.name, {}), generation, limits) for program in programs)
         _check_names(job.counts, [kernel.name for kernel in found])
     except DumpError as error:
         return ScheduleError(f"can't read the dump of libtpu {versions['libtpu']}: {error}")
@@ -256,7 +262,11 @@ def _report(
     return Report(name, found, **costs, xla_cycles=xla_cycles, flops=job.flops, core=core, versions=versions)
 
 
-def _kernel(program: Program, counts: Counts, generation: str, limits: Mapping[str, int]) -> Kernel:
+def counted(program: Program, counts: Counts, generation: str, limits: Mapping[str, int]) -> Kernel:
+    """A kernel whose regions run as often as `counts` says; `limits`: VMEM that kernels ask for, by name.
+
+    Raises ScheduleError where counts name a region that there is not.
+    """
     if not callable(counts):
         for name in counts:
             _named(program.regions, name, program.name)

@@ -16,6 +16,8 @@ from typing import Any
 VMEM_LIMIT = re.compile(
     r'^ *(?:ROOT )?%(\S+) = .*"scoped_memory_configs":\[\{"memory_space":"1"[^}]*"size":"(\d+)"', re.M
 )
+# What a kernel's call says of itself stands on several lines, and nothing here reads it.
+METADATA = re.compile(r"kernel_metadata=\{[^{}]*\}")
 KEPT = (
     "-post-delay-converter.txt",
     "-pre-delay_hlo-static-per-bundle-utilization.txt",
@@ -81,10 +83,10 @@ def module_text(compiled: Any, dump: Path) -> tuple[str, bool]:
     left.
     """
     try:
-        return compiled.as_text() or "", True
+        return METADATA.sub("kernel_metadata={}", compiled.as_text() or ""), True
     except Exception:
         (file,) = dump.glob("*-TLP-hlo.txt")
-        return file.read_text(), False
+        return METADATA.sub("kernel_metadata={}", file.read_text()), False
 
 
 def bytes_accessed(cost: dict[str, float]) -> float:

@@ -182,9 +182,18 @@ def kernels(folder: Path, module: str) -> list[str]:
     return [match[1] for match in programs if match and match[1] in calls]
 
 
-def _file(folder: Path, hlo_name: str, stage: str) -> Path:
+def is_there(folder: Path, hlo_name: str) -> bool:
+    """Whether the folder has the program of the instruction `hlo_name`."""
+    return bool(_files(folder, hlo_name, "post-delay-converter"))
+
+
+def _files(folder: Path, hlo_name: str, stage: str) -> list[Path]:
     name = re.compile(rf"\d+-{re.escape(hlo_name)}-\d+-{stage}\.txt")
-    found = [path for path in folder.glob(f"*-{stage}.txt") if name.fullmatch(path.name)]
+    return [path for path in folder.glob(f"*-{stage}.txt") if name.fullmatch(path.name)]
+
+
+def _file(folder: Path, hlo_name: str, stage: str) -> Path:
+    found = _files(folder, hlo_name, stage)
     if len(found) != 1:
         raise DumpError(f"{len(found)} files of stage {stage} for {hlo_name}")
     return found[0]
@@ -278,6 +287,22 @@ def _name_grid(regions: tuple[Region, ...]) -> None:
     for region in regions:
         if loop and (region.name == loop or region.name.startswith(loop + "/")):
             region.name = "grid" + region.name.removeprefix(loop)
+    _name_copies(regions)
+
+
+def _name_copies(regions: tuple[Region, ...]) -> None:
+    """Calls "grid/copy1" what stands before the region that computes: some programs only begin copies there."""
+    work = Counter[int]()
+    inside = {id(region): match for region in regions if (match := re.match(r"grid/when(\d+)", region.name))}
+    for region in regions:
+        if match := inside.get(id(region)):
+            work[int(match[1])] += region.matmuls
+    first = max(work, key=lambda at: work[at], default=1)
+    for region in regions:
+        if (match := inside.get(id(region))) and first > 1:
+            at = int(match[1])
+            name = f"copy{at}" if at < first else f"when{at - first + 1}"
+            region.name = f"grid/{name}{region.name.removeprefix(match[0])}"
 
 
 def _utilization(file: Path) -> tuple[list[dict[str, int]], dict[str, int]]:

@@ -12,7 +12,7 @@ import pytest
 
 from tpu_train import chips, main
 from tpu_train import config as config_lib
-from tpu_train.flops import num_params, train_flops_per_token
+from tpu_train.flops import active_params, num_params, train_flops_per_token
 from tpu_train.planning import advice, page, report, text
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +76,20 @@ def test_the_mesh_of_the_config_is_planned_where_it_has_one(plan):
     assert read["suggestion"]["set"] == json.loads(plan(*flags)[1])["suggestion"]["set"]
 
 
+def test_the_plan_of_a_mixture_names_its_active_parameters_and_what_crosses_expert(plan):
+    flags = [f"--config={ROOT / 'configs' / 'moe_tiny.py'}", "--chips=v5e-4"]
+    code, out, _ = plan(*flags, "--set=mesh.data=1", "--set=mesh.expert=4")
+    assert code == 0
+    model = config_lib.load(str(ROOT / "configs" / "moe_tiny.py")).model
+    assert f"parameters: {num_params(model):,} (" in out
+    assert f"), {active_params(model):,} of them active" in out
+    assert "2 L ((k + shared) x 3 D F + D E), F of an expert" in out
+    assert "\n  expert  fast    4 at " in out
+    assert "memory has room for the rows of the worst case" in out
+    read = json.loads(plan(*flags, "--json")[1])  # any mesh of these may be suggested
+    assert read["way"]["expert"] * read["way"]["data"] * read["way"]["fsdp"] * read["way"]["tensor"] == 4
+
+
 def test_a_plan_that_does_not_fit_says_so_and_how_many_chips_would_do(plan):
     big = [
         "--set=model.num_layers=80",
@@ -111,7 +125,7 @@ def test_what_the_table_does_not_know_is_shown_as_unknown(plan):
         (["--config=L", "--chips=v5e-16", "--set=mesh.tensor=16"], "model.num_kv_heads=8 does not divide over the 1"),
         (["--config=L", "--chips=v5e-256"], "no mesh spreads data.batch_size=8 over the 256 devices of 256 x v5e "
          "(16x16); the smallest batch that spreads is --set data.batch_size=32"),
-        (["--config=L", "--chips=v5e-8", "--set=model.num_experts=8"], "plan has no formulas of a mixture of experts"),
+        (["--config=L", "--chips=v5e-8", "--set=mesh.expert=8"], "mesh.expert=8 splits experts, and model.num_experts"),
         (["--config=L", "--chips=v5e-8", "--mfu=40"], "--mfu=40 must be above 0 and at most 1"),
         (["--config=L", "--chips=v5e-8", "--tokens=0"], "--tokens=0 must be above 0"),
         (["--config=L", "--chips=v5e-8", "--price=-1"], "--price=-1 must be 0 or more"),

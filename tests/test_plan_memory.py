@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels.cross_entropy import blocks
 from pallas_kernels.cross_entropy import xla as cross_entropy
+from pallas_kernels.runtime import CHIPS
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig
 from tpu_train.flops import layer_params
 from tpu_train.loss import weighted_loss
+from tpu_train.models import moe
 from tpu_train.models.transformer import Transformer, empty_cache
 from tpu_train.optim import make_optimizer
-from tpu_train.planning import memory
+from tpu_train.planning import experts, memory
 from tpu_train.planning.memory import Split
 from tpu_train.precision import Compute
 from tpu_train.sharding import P, outside
@@ -56,7 +59,7 @@ def kept_by_jax(model, length=LENGTH, compute=ON_TPU, rows=ROWS):
         return jax.vjp(lambda model: weighted_loss(model, batch, 0.0, compute)[0], model)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(backward, abstract_model(model), batch))
-    kept = [x for x in kept if x.sharding is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.ndim]
+    kept = [x for x in kept if x.sharding is not None and x.ndim + jnp.issubdtype(x.dtype, jnp.floating) > 1]
     shapes = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in kept]
     return sum(math.prod(shape) * width for shape, width in shapes if shape[0] == 5)
 
@@ -102,6 +105,42 @@ def test_activations_of_ticks_are_what_jax_keeps_and_no_weight_of_them(mesh_of, 
     assert memory.of_layers(config, split) == kept + own
 
 
+MIXTURE = ModelConfig(64, 5, 32, 4, 2, 8, 48, num_experts=4, expert_dim=24)
+
+
+@pytest.mark.parametrize(
+    ("expert", "change", "remat"),
+    [
+        (1, {}, "none"),
+        (2, {"num_shared_experts": 1, "capacity_factor": 1.5}, "none"),
+        (2, {"gated_mlp": False, "experts_per_token": 3}, "none"),
+        (2, {"num_shared_experts": 2, "gated_mlp": False}, "dots"),
+    ],
+    ids=["one device", "shared, a capacity", "plain, more choices than experts here", "dots"],
+)
+def test_activations_of_experts_are_what_jax_keeps(mesh_of, expert, change, remat):
+    mesh_of(expert=expert)
+    model = dataclasses.replace(MIXTURE, remat=remat, **change)
+    split = Split(remat=remat, expert=expert)
+    planned = 5 * memory.kept_by_layer(model, split, ROWS * LENGTH // expert, LENGTH)
+    if remat != "none":
+        planned += 4 * (memory.sharded_params(model, split) - 64 * 32 / expert - 32)
+    # Sizes of groups and slices: E integers, or those of the experts here, a few times.
+    assert 0 <= kept_by_jax(model) - planned <= 5 * 4 * (8 * 4 + 3 * 4)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("change", [{}, {"capacity_factor": 1.25}, {"num_experts": 8, "experts_per_token": 3}])
+def test_room_for_rows_is_the_trainers(devices, change):
+    model = dataclasses.replace(MIXTURE, **change)
+    split = Split(expert=devices)
+    planned = experts.room(model, split, 3 * LENGTH, LENGTH)
+    if devices == 1:
+        assert planned == 3 * LENGTH * model.experts_per_token
+    else:
+        assert planned == moe.rows_at_home(model, devices, 3, LENGTH)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_moments_are_what_optax_keeps(optimizer, moment_dtype):
@@ -128,10 +167,16 @@ def test_a_moving_average_adds_what_the_state_holds(mesh_of, split):
 
 
 def test_sharded_parameters_are_those_of_a_device_of_the_real_mesh(mesh_of):
-    model = SHAPES["gated, grouped"]
     mesh_of(1, 4, 2)
-    here = sum(x.sharding.shard_shape(x.shape)[0] * _rest(x) for x in jax.tree.leaves(abstract_model(model)))
-    assert memory.sharded_params(model, Split(1, 4, 2)) == here
+    assert memory.sharded_params(SHAPES["gated, grouped"], Split(1, 4, 2)) == _here(SHAPES["gated, grouped"])
+    mesh_of(fsdp=2, tensor=2, expert=2)
+    for balance in ("aux_loss", "bias"):
+        model = dataclasses.replace(MIXTURE, num_shared_experts=1, balance=balance)
+        assert memory.sharded_params(model, Split(fsdp=2, tensor=2, expert=2)) == _here(model)
+
+
+def _here(model):
+    return sum(x.sharding.shard_shape(x.shape)[0] * _rest(x) for x in jax.tree.leaves(abstract_model(model)))
 
 
 def _rest(x):
@@ -152,6 +197,25 @@ def test_a_chunk_of_logits_is_what_the_op_cuts():
     assert memory.chunk_tokens(model, Split(), 10_000) == 2**28 // (4 * 2**17)
     assert memory.chunk_tokens(model, Split(tensor=4), 10_000) == 2048
     assert memory.chunk_tokens(model, Split(), 100) == 100
+
+
+@pytest.mark.parametrize("chip", memory.LOSS_KERNELS)
+def test_the_loss_has_its_kernel_where_the_op_takes_it(chip):
+    widest, cores = memory.LOSS_KERNELS[chip]
+    generation = CHIPS["tpu7x" if chip == "7x" else chip]
+    assert generation.cores == cores
+    for tokens in (512, 32_768):
+        shapes = [blocks.Shape(tokens, width, 128_256, 2, 4) for width in (widest, widest + 128)]
+        assert blocks.pays(shapes[0], generation)
+        assert not blocks.pays(shapes[1], generation)
+    model = ModelConfig(model_dim=2048)
+    assert memory.loss_cores(model, chip, "auto", "bfloat16") == cores
+    assert (
+        memory.loss_cores(model, chip, "xla", "bfloat16") == memory.loss_cores(model, "h100", "auto", "bfloat16") == 0
+    )
+    split = Split(loss_cores=cores)
+    logits, transient = memory.loss(ModelConfig(vocab_size=1024, model_dim=64), split, 256)
+    assert (logits, transient) == (0, 2 * 4 * 1024 * 64 + cores * 4 * 256 * 64)
 
 
 def config_of(rows=64, layers=4, **model):

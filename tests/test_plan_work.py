@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tpu_train import chips
-from tpu_train.aot import flops
+from tpu_train.aot import child, flops
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig
 from tpu_train.planning import roofline
 from tpu_train.planning.memory import Split
@@ -49,5 +49,33 @@ def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat, 
     row_sums = 2 * 8 * seq_len * 4 * 8 * 4 / split.devices
     if method == "ring":  # once for each pair of chunks: of two chunks, three at the first stop, two at the other
         row_sums *= 5 / 2
+    total = sum(block.flops for block in step.blocks)
+    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("expert", "micro", "remat", "model"),
+    [
+        (1, 1, "none", {}),
+        (2, 1, "full", {"num_shared_experts": 1}),
+        (2, 2, "dots", {"balance": "bias", "gated_mlp": False, "num_shared_experts": 1}),
+        (1, 2, "none", {"num_experts": 8}),
+    ],
+    ids=["one device", "over expert", "biases, plain, micro-batches", "loads counted first"],
+)
+def test_flops_of_experts_are_those_of_the_traced_step_if_loads_are_even(mesh_of, expert, micro, remat, model):
+    shape = {"vocab_size": 64, "num_layers": 2, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "num_experts": 4}
+    config = Config(
+        model=ModelConfig(**shape | {"expert_dim": 24} | model, remat=remat),
+        data=DataConfig(seq_len=128, batch_size=8),
+        optim=OptimConfig(accumulation_steps=micro),
+        mesh=MeshConfig(1, expert=expert),
+    )
+    split = Split(expert=expert, accumulation=micro, remat=remat)
+    mesh = mesh_of(expert=expert)
+    filled = child.rows_filled(config, dict(mesh.shape))
+    counted = flops.count(trace_step(config, ON_TPU, mesh).jaxpr, expert, config.model, filled)
+    step = roofline.step(config, split, chips.parse(f"v5e-{expert}"))
+    row_sums = 2 * 8 * 128 * 4 * 8 * 2 / expert
     total = sum(block.flops for block in step.blocks)
     assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)

@@ -18,7 +18,7 @@ from pallas_kernels.attention import blocks
 from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
 from pallas_kernels.attention.rotary import apply_rope
 from pallas_kernels.attention.visits import Visits
-from pallas_kernels.runtime import chip_in_use, divide, shape_like, vary_like
+from pallas_kernels.runtime import chip_in_use, divide, facts, shape_like, vary_like
 
 LARGEST_HEAD_DIM = 256
 TURNED_IN_KERNEL = 32  # head dims that are a multiple of it: their halves fill whole tiles of bfloat16
@@ -46,6 +46,15 @@ class _Call:
     @property
     def parts(self) -> int:
         return -(-self.S // self.spec.sizes.resident)
+
+    @property
+    def facts(self) -> dict[str, int | bool | None]:
+        """What its pairs of blocks follow from (cases.runs)."""
+        visits, sizes = self.spec.visits, self.spec.sizes
+        heads = {"rows": self.B, "heads": self.N, "kv_heads": self.K}
+        lengths = {"queries": self.T, "keys": self.S, "q": sizes.q, "k": sizes.k, "resident": sizes.resident}
+        seen = {"left": visits.mask.left, "right": visits.mask.right, "offset": visits.offset}
+        return {**heads, **lengths, **seen, "segmented": visits.segmented}
 
     @property
     def padded_queries(self) -> int:
@@ -291,6 +300,7 @@ def _pallas_call(
 ):
     mask = call.spec.visits.mask
     whole = "_whole" if mask.left is None and mask.right is None else ""  # so that its FLOPs can be told
+    name = kernel.__name__.removesuffix("_kernel")
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     with jax.enable_x64(False):
         return pl.pallas_call(
@@ -305,7 +315,8 @@ def _pallas_call(
             out_shape=out_shape,
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=call.vmem_limit),
             interpret=call.interpret,
-            name=f"flash_attention_{kernel.__name__.removesuffix('_kernel')}{whole}",
+            name=f"flash_attention_{name}{whole}",
+            metadata=facts("flash_attention", name, call.facts),
         )(scalars, *operands)
 
 

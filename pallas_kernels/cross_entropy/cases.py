@@ -1,6 +1,8 @@
 """Linear cross entropy's cases for the schedule reader: a training step's two kernels."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +29,30 @@ def train(T: int, D: int, V: int) -> Case:
         return loss_T, vjp((loss_T, lse_T))
 
     def counts(generation: str) -> dict[str, Counts]:
-        chip = CHIPS[generation]
-        sizes = blocks.choose(blocks.Shape(T, D, V, 2, 4), chip)
+        values = dataclasses.asdict(blocks.Shape(T, D, V, 2, 4))
         return {
-            "jvp_linear_cross_entropy_forward_": functools.partial(_forward, sizes.forward, T, V, chip.cores),
-            "transpose_jvp_linear_cross_entropy_backward__": functools.partial(
-                _backward, sizes.backward, T, D, V, chip.cores
-            ),
+            "jvp_linear_cross_entropy_forward_": runs("forward", values, generation),
+            "transpose_jvp_linear_cross_entropy_backward__": runs("backward", values, generation),
         }
 
     args = tuple(jax.ShapeDtypeStruct(*array) for array in arrays)
     return Case(f"linear_cross_entropy/train-{T}x{D}x{V}", step, args, counts, flops=3 * 2 * T * D * V)
 
 
+def runs(kernel: str, values: Mapping[str, int], generation: str, filled: float = 1.0) -> Counts:
+    """By region, of one core: of a call that says of itself that it has these values (runtime.facts)."""
+    shape, chip = blocks.Shape(**values), CHIPS[generation]
+    sizes = blocks.choose(shape, chip)
+    if kernel == "forward":
+        return functools.partial(_forward, sizes.forward, shape.T, shape.V, chip.cores)
+    return functools.partial(_backward, sizes.backward, shape.T, shape.D, shape.V, chip.cores)
+
+
 def _forward(cut: blocks.Forward, T: int, V: int, cores: int, region: Region) -> float | None:
     """How often a region runs on one core: the loop makes a block's logits; some begin or end a block of tokens."""
     token_blocks = -(-T // cut.tokens) / cores
     steps = token_blocks * -(-V // cut.vocab)
-    name = _inside_grid(region)
+    name = _inside_grid(region, token_blocks * cores * -(-V // cut.vocab))
     if name == "top":
         return None
     if name.endswith("/loop1"):
@@ -58,7 +66,7 @@ def _backward(cut: blocks.Backward, T: int, D: int, V: int, cores: int, region: 
     """The same: loop1 makes logits, their gradients and dw, and in a block's first step fetches the head; loop2 dx."""
     vocab_blocks, token_blocks = -(-V // (cut.vocab * cores)), -(-T // cut.tokens)
     steps, groups = vocab_blocks * token_blocks, cut.vocab // (cut.rows * cut.ahead)
-    name = _inside_grid(region)
+    name = _inside_grid(region, steps * cores)
     if name == "top":
         return None
     if region.matmuls:
@@ -70,7 +78,9 @@ def _backward(cut: blocks.Backward, T: int, D: int, V: int, cores: int, region: 
     return steps
 
 
-def _inside_grid(region: Region) -> str:
-    """A region's name without the grid's, which is loop1 where XLA put every block in VMEM."""
+def _inside_grid(region: Region, steps: float) -> str:
+    """A region's name without the grid's, which is loop1 where XLA put every block in VMEM, and no loop of one step."""
     name = region.name
+    if steps <= 1:
+        return "" if name == "top" else f"/{name}"
     return next((name.removeprefix(grid) for grid in ("grid", "loop1") if name.startswith(grid)), "top")

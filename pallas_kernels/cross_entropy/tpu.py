@@ -12,7 +12,7 @@ from pallas_kernels.cross_entropy import blocks
 from pallas_kernels.cross_entropy.blocks import BlockSizes
 from pallas_kernels.cross_entropy.kernel import Spec, backward_kernel, forward_kernel
 from pallas_kernels.cross_entropy.statistics import NOWHERE, Options, Statistics, over_shards
-from pallas_kernels.runtime import chip_in_use, shape_like, vary_alike, vary_like
+from pallas_kernels.runtime import chip_in_use, facts, shape_like, vary_alike, vary_like
 
 ROW_TILE = 16  # rows of the head that a copy moves at least: a packed tile of bfloat16
 
@@ -22,6 +22,7 @@ class _Call:
     """One call's static side."""
 
     options: Options
+    shape: blocks.Shape
     sizes: BlockSizes
     cores: int
     vmem_limit: int
@@ -49,7 +50,7 @@ def statistics_pallas(
     else:
         blocks.check(sizes, shape, chip)
     cores = 1 if chip is None else chip.cores
-    call = _Call(options, sizes, cores, blocks.vmem_limit(sizes, shape, chip), interpret)
+    call = _Call(options, shape, sizes, cores, blocks.vmem_limit(sizes, shape, chip), interpret)
     return _statistics(call, x_TD, vary_like(w_VD, x_TD), labels_T)
 
 
@@ -202,6 +203,7 @@ def _pad(x, rows: int, columns: int):
 def _pallas_call(call: _Call, spec: Spec, kernel, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes):
     # Kernels count in int32; x64 mode would make Python's ints int64, which Mosaic does not have.
     products = 1 if kernel is forward_kernel else 3
+    name = kernel.__name__.removesuffix("_kernel")
 
     def run(*operands):
         x, w = operands[-2:]
@@ -220,7 +222,8 @@ def _pallas_call(call: _Call, spec: Spec, kernel, *, grid, semantics, in_specs, 
                     transcendentals=len(x) * len(w),
                 ),
                 interpret=call.interpret,
-                name=f"linear_cross_entropy_{kernel.__name__.removesuffix('_kernel')}",
+                name=f"linear_cross_entropy_{name}",
+                metadata=facts("linear_cross_entropy", name, dataclasses.asdict(call.shape)),
             )(*operands)
 
     return run

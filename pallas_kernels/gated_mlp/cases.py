@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels.cases import Case
 from pallas_kernels.gated_mlp import gated_mlp
 from pallas_kernels.matmul.blocks import Problem
-from pallas_kernels.matmul.counts import counts
+from pallas_kernels.matmul.counts import counts, runs
+
+__all__ = ["cases", "gated", "runs"]
 
 
 def cases() -> list[Case]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,13 @@ def grouped(D: int, F: int, sizes: Sequence[int], T: int | None = None) -> Case:
         flops=3 * 2 * sum(sizes) * D * F,
         ids={3: tuple(sizes)},
     )
+
+
+def runs(kernel: str, values: Mapping[str, int], generation: str, filled: float) -> Callable[[Region], float]:
+    """By region, of one core: of a call with these values (runtime.facts); groups of one size fill so much of T."""
+    problem = Problem(**values)
+    even = [int(filled * problem.T * (i + 1) / problem.E) for i in range(-1, problem.E)]
+    return _kernel_counts(kernel, problem, [end - first for first, end in itertools.pairwise(even)], generation)
 
 
 def counts(problem: Problem, sizes: Sequence[int], generation: str) -> dict[str, Callable[[Region], float]]:

@@ -14,7 +14,7 @@ from pallas_kernels.grouped_matmul.groups import Visits, visits
 from pallas_kernels.grouped_matmul.kernel import Grouped, dw_kernel, rows_kernel
 from pallas_kernels.matmul.blocks import KERNELS, Block, BlockSizes, vmem_limit
 from pallas_kernels.matmul.calls import refuse_what_pallas_cannot_take
-from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, shape_like
+from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, facts, shape_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,4 +160,5 @@ def _pallas_call(call: Call, kernel_name, kernel, each: Visits, operands, *, out
             ),
             interpret=call.interpret,
             name=f"grouped_matmul_{kernel_name}",
+            metadata=facts("grouped_matmul", kernel_name, dataclasses.asdict(problem)),
         )(each.group_V, each.tile_V, each.first_V, each.end_V, each.edges_2, *operands)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul import blocks
 from pallas_kernels.matmul.blocks import Block, BlockSizes, Problem
 from pallas_kernels.matmul.kernel import Spec, dw_kernel, dx_kernel, forward_kernel
-from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, shape_like
+from pallas_kernels.runtime import CHIPS, Chip, chip_in_use, facts, shape_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,5 +209,6 @@ def _pallas_call(call: Call, kernel_name, kernel, operands, *, grid, semantics, 
             ),
             interpret=call.interpret,
             name=f"{call.op}_{kernel_name}",
+            metadata=facts(call.op, kernel_name, dataclasses.asdict(problem)),
             **specs,
         )(*operands)

@@ -122,6 +122,28 @@ def test_flops_are_those_of_the_formula_and_what_remat_repeats(answers):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e", "context", "experts"])
+def test_kernels_count_by_their_schedules_as_often_as_their_flops_say(answers, name):
+    """What the regions' runs give the matrix units is what the call's FLOPs need, so the runs are right. All of a block
+    that a causal mask cuts through is multiplied, and so few rows do not go round the four units evenly."""
+    answer, report = answers[name], table.Report("v5e:2x2", 1, answers[name])
+    assert {call["name"]: call["why"] for call in answer["schedules"] if call["why"]} == {}
+    rows = {kernel.name: kernel for kernel in report.kernels}
+    assert {kernel.removesuffix("_whole") for kernel in answer["kernels"]} == set(rows)
+    for kernel in rows:
+        calls = [call for call in answer["schedules"] if call["name"] == kernel]
+        mxu, bound = sum(call["runs"] * call["mxu_cycles"] for call in calls), rows[kernel].bound
+        if kernel.startswith("flash_attention"):
+            assert bound < mxu < 3 * bound
+        elif kernel.startswith("grouped_matmul"):  # room for the worst case, in bodies of 128 rows
+            assert bound <= mxu < 4 * bound
+        else:
+            assert mxu == pytest.approx(bound, rel=1e-9)
+        assert rows[kernel].cycles >= mxu
+    assert report.kernel_cycles == sum(kernel.cycles for kernel in rows.values()) > report.kernel_bound
+
+
+@pytest.mark.slow
 def test_traffic_between_slices_is_told_from_traffic_within(answers):
     by_axes = {tuple(c["axes"]) for c in answers["two slices"]["collectives"]}
     assert ("fsdp",) in by_axes
@@ -200,6 +222,7 @@ def test_the_command_answers_from_the_cache_as_table_and_json(answers, cache, tm
     assert "4 x TPU v5 lite (v5e:2x2), mesh: fsdp 4" in text
     assert "fits" in text
     assert "predicted:" in text
+    assert "for the Pallas kernels, by their schedules" in text
     assert main.main([*flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["fits"] is True
@@ -276,6 +299,7 @@ def test_search_climbs_the_ladder_until_a_step_fits_and_ranks_what_does(capsys):
         fits = config.model.remat == "full" and (config.mesh.fsdp == 4 or config.optim.accumulation_steps > 1)
         answer = {"collectives": [], "mesh": {"data": 1, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}}
         answer |= {"cycles": 1e6 * config.mesh.tensor, "kernel_flops": 0.0, "model_flops_per_token": 1.0, "tokens": 1}
+        answer |= {"schedules": [], "flops_by_kernel": {}}
         answer |= {"num_devices": 4}
         size = {"argument_bytes": 1, "output_bytes": 0, "aliased_bytes": 0, "temporary_bytes": 1}
         return [answer | (size if fits else {"out of memory": "x", "needed_bytes": 9, "available_bytes": 8})]
@@ -313,22 +337,36 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
 
 
 def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():
-    """16 v5e: 131,072 FLOPs a cycle, 197 TFLOP/s, two lines of 50 GB/s; the second collective is hidden."""
+    """16 v5e: 131,072 FLOPs a cycle, 197 TFLOP/s, two lines of 50 GB/s; the second collective is hidden. One kernel's
+    schedule is known, of two calls; the other counts with its FLOPs, and is named."""
     collective = {"axes": ["fsdp"], "runs": 2, "wire_bytes": 1e9, "cycles_meanwhile": 0.0}
+    known = {"name": "flash_attention_forward", "runs": 2.0, "cycles": 0.2e9, "mxu_cycles": 0.1e9, "why": ""}
+    lost = {"name": "mine", "runs": 1.0, "cycles": None, "mxu_cycles": None, "why": "no op says so"}
     answer = {
         "mesh": {"data": 1, "fsdp": 16, "tensor": 1}, "num_devices": 16, "tokens": 16, "cycles": 1.5e9,
-        "kernel_flops": 131_072 * 1.5e9, "model_flops_per_token": 197e12,
+        "kernel_flops": 131_072 * 1.2e9, "model_flops_per_token": 197e12, "schedules": [known, known, lost],
+        "flops_by_kernel": {
+            "flash_attention_forward": 131_072 * 0.3e9, "flash_attention_forward_whole": 131_072 * 0.2e9,
+            "mine": 131_072 * 0.7e9,
+        },
         "collectives": [collective, collective | {"cycles_meanwhile": 1e12}],
     }  # fmt: skip
     report = table.Report("v5e:4x4", 1, answer)
     assert report.clock_hz == pytest.approx(1.503e9, rel=1e-3)
+    assert report.kernels == (
+        table.KernelRow("flash_attention_forward", 4, 0.8e9, 0.5e9, ""),
+        table.KernelRow("mine", 1, None, 0.7e9, "no op says so"),
+    )
     assert report.compute_seconds == pytest.approx(3e9 / report.clock_hz)
     assert report.network_seconds == pytest.approx(2 * 1e9 / 100e9)
     assert report.mfu == pytest.approx(1 / report.seconds)
     assert report.seconds == report.compute_seconds + report.network_seconds
+    assert any("mine counts with its least: no op says so" in line for line in report._kernels())
     two = table.Report("v5e:4x4", 2, answer | {"mesh": {"data": 2, "fsdp": 16, "tensor": 1}, "collectives": [
         collective | {"axes": ["data"]}]})  # fmt: skip
     assert two.network_seconds == pytest.approx(2 * 1e9 / two.fleet.chip.slow_bytes)
+    unknown = table.Report("v5e:4x4", 1, answer | {"flops_by_kernel": {}})
+    assert (unknown.kernel_cycles, unknown.seconds) == (None, None)
 
 
 def test_shipped_configs_load():

@@ -1,10 +1,12 @@
 """Reading a compiled module: a small one written by hand, whose every figure is worked out beside it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pallas_kernels import hlo_cost
-from tpu_train.aot import child, collectives, memory, traffic
+from tpu_train.aot import child, collectives, kernels, memory, traffic
 
 # A loop of 3 turns over a gather that runs beside 500 cycles of work, a reduction that nothing runs beside, and a
 # slice of 1/4 of what goes round; then a fusion of 1,000 cycles. Mesh: data 2, fsdp 4.
@@ -202,3 +204,52 @@ def test_a_refusal_for_memory_is_an_answer_and_any_other_a_line():
 def test_a_text_without_a_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo_cost.parse("nothing")
+
+
+CALLS = """\
+HloModule jit_train_step, is_scheduled=true
+
+%body (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %product.2 = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"T":"256",
+"kernel":"forward",
+"op":"of_others"
+}}, metadata={op_name="jit(f)/product" stack_frame_id=1}
+}
+
+%other (y: f32[8,128]) -> f32[8,128] {
+  ROOT %y = f32[8,128]{1,0:T(8,128)} parameter(0)
+}
+
+ENTRY %main (p: s32[], q: f32[8,128]) -> f32[8,128] {
+  %p = s32[]{:T(128)} parameter(0)
+  %q = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %bare.1 = f32[8,128]{1,0:T(8,128)} custom-call(%q), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={}}
+  ROOT %way = f32[8,128]{1,0:T(8,128)} conditional(%p, %bare.1, %q), branch_computations={%body, %other}
+}
+"""
+
+
+def test_kernels_calls_say_what_they_are_and_one_that_nobody_counts_says_why(tmp_path):
+    module = hlo_cost.parse(CALLS)
+    (product,) = [i for i in module.computations["body"] if i.op == "custom-call"]
+    assert product.facts == {"T": "256", "kernel": "forward", "op": "of_others"}
+    assert module.computations["main"][2].facts == {}
+    assert len(module.computations) == 3  # the brace on a line of its own ended none
+    bare, named = kernels.find(module, tmp_path, "v5e")
+    assert (bare.name, bare.runs, bare.cycles) == ("bare.1", 1, None)
+    assert (named.name, named.runs, named.cycles) == ("of_others_forward", 0.5, None)  # one side of two
+    assert bare.why == named.why == "no op says how often its regions run"
+    counted = dataclasses.replace(module, kernel_cycles={"bare.1": 70, "product.2": 5})
+    assert (module.total_cycles, counted.total_cycles) == (0, 75)
+
+
+def test_a_kernel_whose_program_is_not_in_the_dump_is_named(tmp_path):
+    facts = '"F":"128","D":"128","products":"2","itemsize":"2","y_itemsize":"2","factors":"True","residual":"False"'
+    text = CALLS.replace('"op":"of_others"', f'"op":"gated_mlp",\n{facts}')
+    _, named = kernels.find(hlo_cost.parse(text), tmp_path, "v6e")
+    assert (named.name, named.cycles) == ("gated_mlp_forward", None)
+    assert named.why == "0 files of stage post-delay-converter for product.2"

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -117,24 +118,7 @@ def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """The compiler's answers, from one process; each may be a refusal."""
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
-        requests = [
-            {
-                "config": config_lib.to_dict(step.config),
-                "topology": step.topology,
-                "num_slices": step.num_slices,
-                "root": str(ROOT),
-            }
-            for step in steps
-        ]
-        (folder / "request.json").write_text(json.dumps(requests))
-        environment = schedule.compiler_environment()
-        paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found there dumps nothing
-            "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step",
-        }
-        child = [sys.executable, "-P", "-m", "tpu_train.aot.child", str(folder)]
+        child, environment = prepare(steps, folder, schedule.dump_flags(folder / "dump"))
         done = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
         answers = []
         for i in range(len(steps)):
@@ -144,6 +128,58 @@ def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
                 raise UserError(f"the TPU compiler's process ended with status {done.returncode}: {last}")
             answers.append(json.loads(file.read_text()))
         return answers
+
+
+def assigned_bytes(step: Step) -> int:
+    """HBM that the compiler assigns to a device, arguments and temporaries, in a tenth of a whole compile's time.
+
+    XLA decides it, and writes it down, before it makes code of the program; then the compiler's process is ended. The
+    figure is that of the whole compile; of what does not fit, what the refusal names. Raises UserError on bad input.
+    """
+    with tempfile.TemporaryDirectory(prefix="assign-") as name:
+        folder = Path(name)
+        command, environment = prepare([step], folder)
+        dumped = (folder / "dump").glob
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            try:
+                # The last that XLA writes; what follows takes minutes.
+                while child.poll() is None and not list(dumped("*jit_train_step*_after_buffer_assignment.txt")):
+                    time.sleep(0.2)
+            finally:
+                child.kill()
+        if (file := folder / "0.json").exists():
+            answer = json.loads(file.read_text())
+            refuse(step, answer)
+            if "needed_bytes" in answer:
+                return answer["needed_bytes"]
+        reports = [file.read_text() for file in dumped("*jit_train_step*-memory-usage-report.txt")]
+        found = re.search(r"color=0\)\nTotal bytes: (\d+)", "".join(reports))
+        if found is None:
+            raise UserError(f"the compiler for {step.topology} wrote down no memory that it assigned")
+        return int(found[1])
+
+
+def prepare(steps: Sequence[Step], folder: Path, flags: str = "") -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of the process that compiles; `flags` are LIBTPU_INIT_ARGS."""
+    requests = [
+        {
+            "config": config_lib.to_dict(step.config),
+            "topology": step.topology,
+            "num_slices": step.num_slices,
+            "root": str(ROOT),
+        }
+        for step in steps
+    ]
+    (folder / "request.json").write_text(json.dumps(requests))
+    (folder / "dump").mkdir()
+    environment = schedule.compiler_environment(flags)
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found there dumps nothing
+        "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step",
+    }
+    return [sys.executable, "-P", "-m", "tpu_train.aot.child", str(folder)], environment
 
 
 def refuse(step: Step, answer: Mapping[str, Any]) -> None:

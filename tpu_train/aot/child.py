@@ -1,9 +1,10 @@
 """The process in which libtpu compiles a train step: `python -P -m tpu_train.aot.child FOLDER`.
 
 FOLDER/request.json lists steps, {"config", "topology", "num_slices", "root"}; FOLDER/<i>.json says what became of each,
-as soon as it is known. XLA dumps into FOLDER/dump (XLA_FLAGS), also what does not fit.
+as soon as it is known. XLA dumps into FOLDER/dump (XLA_FLAGS), also what does not fit, and libtpu the schedules.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from pallas_kernels import hlo_cost
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train import precision
-from tpu_train.aot import collectives, flops, memory, traffic
+from tpu_train.aot import collectives, flops, kernels, memory, traffic
 from tpu_train.flops import train_flops_per_token
 from tpu_train.models import moe
 from tpu_train.models.transformer import num_params
@@ -37,6 +38,7 @@ def main(folder: Path) -> None:
         except config_lib.UserError as error:
             answer = {"bad": str(error)}
         shutil.rmtree(folder / "dump", ignore_errors=True)
+        (folder / "dump").mkdir()
         (folder / f"{i}.part").write_text(json.dumps(answer))
         (folder / f"{i}.part").rename(folder / f"{i}.json")
 
@@ -69,7 +71,7 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     else:
         known |= sizes(compiled.memory_analysis())
         text = text_of(compiled)
-    return known | reading(dump, text, dict(mesh.shape), request["root"])
+    return known | reading(dump, text, dict(mesh.shape), request, filled)
 
 
 def rows_filled(config: config_lib.Config, size: dict[str, int]) -> float:
@@ -151,24 +153,32 @@ def text_of(compiled: Any) -> str | None:
         return None
 
 
-def reading(dump: Path, text: str | None, mesh: dict[str, int], root: str) -> dict[str, Any]:
+def reading(
+    dump: Path, text: str | None, mesh: dict[str, int], request: dict[str, Any], filled: float
+) -> dict[str, Any]:
     """What the compiled module says of buffers, work and traffic, on one device.
 
-    `text` is the module's; None takes the dump's, in which no instruction has its cycles yet.
+    `text` is the module's; None takes the dump's, in which no instruction has its cycles yet. `filled`: of the experts'
+    rows.
     """
+    root, generation = request["root"], request["topology"].partition(":")[0]
     (module_file,) = dump.glob("*jit_train_step*.after_optimizations.txt")
     read = hlo_cost.parse(module_file.read_text() if text is None else text)
     live = module_file.with_name(module_file.name.replace(".txt", "-live-range.txt")).read_text()
     buffers = memory.at_peak(live, read, root)
     walked = list(read.walk())
+    calls = kernels.find(read, dump, generation, filled)
+    cycles = {call.instruction: call.cycles for call in calls if call.cycles is not None}
+    whole = dataclasses.replace(read, kernel_cycles=cycles)
     return {
         "peak_bytes": sum(buffer.bytes for buffer in buffers),
         "buffers": [vars(buffer) for buffer in buffers if not buffer.argument][:40],
         "cycles": read.total_cycles if text is not None else None,
         "unknown_loops": sum(i.op == "while" and read.trips(i) is None for _, _, _, i in walked),
-        "kernel_calls": sum(runs for runs, _, _, i in walked if 'custom_call_target="tpu_custom_call"' in i.rest),
+        "kernel_calls": sum(runs for runs, _, _, i in walked if hlo_cost.KERNEL in i.rest),
+        "schedules": [vars(call) for call in calls],
         "bytes_accessed": traffic.hbm_bytes(read),
-        "collectives": [vars(c) | {"wire_bytes": c.wire_bytes} for c in collectives.find(read, mesh, root)],
+        "collectives": [vars(c) | {"wire_bytes": c.wire_bytes} for c in collectives.find(whole, mesh, root)],
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pallas_kernels.hlo_cost import Instruction, Module
+from pallas_kernels.hlo_cost import KERNEL, Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = ("send",)  # each has its recv on another slice
@@ -27,8 +27,8 @@ class Collective:
     bytes: int
     runs: int
     overlaps: bool
-    cycles_meanwhile: float  # the compiler's estimate of what runs between start and done
-    kernels_meanwhile: int  # Pallas kernels there, which it does not estimate
+    cycles_meanwhile: float  # the compiler's estimate of what runs between start and done, and kernels' schedules
+    kernels_meanwhile: int  # Pallas kernels there
     source: str
 
     @property
@@ -63,7 +63,7 @@ def find(module: Module, mesh: Mapping[str, int], root: str = "") -> list[Collec
                 runs,
                 meanwhile > 0,
                 meanwhile,
-                sum('custom_call_target="tpu_custom_call"' in other.rest for other in between),
+                sum(KERNEL in other.rest for other in between),
                 module.source(inner, root),
             )
         )

@@ -17,34 +17,39 @@ ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 
 
 
 def count(jaxpr: Any, devices: int, model: ModelConfig, rows_filled: float = 1.0) -> dict[str, Any]:
-    """{"xla_flops": of dot_general, "kernel_flops": of the Pallas kernels, "kernels": {name: runs}}.
+    """{"xla_flops": of dot_general, "kernel_flops": of the Pallas kernels, "kernels": {name: runs}, "flops_by_kernel"}.
 
     `rows_filled`: of the rows that a grouped product has room for, how many come on average. A kernel that
-    ATTENTION_PRODUCTS does not name and that has no cost estimate makes kernel_flops None: no guess. Raises UserError
-    where experts' products are loops of XLA's.
+    ATTENTION_PRODUCTS does not name and that has no cost estimate has None, and makes kernel_flops None: no guess.
+    Raises UserError where experts' products are loops of XLA's.
     """
-    xla, kernel = 0.0, 0.0
+    xla = 0.0
     kernels: dict[str, float] = {}
-    unknown = False
+    by_kernel: dict[str, float | None] = {}
     for name, runs, equation, share in _walk(jaxpr, 1.0, 1.0 / devices):
         if name == "dot_general":
             xla += runs * share * _dot(equation)
             continue
         kernels[name] = kernels.get(name, 0.0) + runs
-        products = ATTENTION_PRODUCTS.get(name.removesuffix("_whole"))
-        if products is not None:
-            shapes = [x.aval.shape for x in equation.invars]
-            kernel += runs * products * _scores(model, shapes, name.endswith("_whole"))
-        elif stated := equation.params["cost_estimate"]:
-            kernel += runs * stated.flops * (rows_filled if name.startswith("grouped_matmul") else 1.0)
-        else:
-            unknown = True
+        before, one = by_kernel.get(name, 0.0), _kernel(equation, name, model, rows_filled)
+        by_kernel[name] = None if before is None or one is None else before + runs * one
     if model.num_experts and not any(name.startswith("grouped_matmul") for name in kernels):
         raise UserError(
             "the experts' products are XLA's loops over as many rows as come, which compile can't count; set "
             "run.implementation=auto, and 128 tokens or more a device"
         )
-    return {"xla_flops": xla, "kernel_flops": None if unknown else kernel, "kernels": kernels}
+    known = [flops for flops in by_kernel.values() if flops is not None]
+    total = sum(known) if len(known) == len(by_kernel) else None
+    return {"xla_flops": xla, "kernel_flops": total, "kernels": kernels, "flops_by_kernel": by_kernel}
+
+
+def _kernel(equation: Any, name: str, model: ModelConfig, rows_filled: float) -> float | None:
+    """Of one run."""
+    products = ATTENTION_PRODUCTS.get(name.removesuffix("_whole"))
+    if products is not None:
+        return products * _scores(model, [x.aval.shape for x in equation.invars], name.endswith("_whole"))
+    stated = equation.params["cost_estimate"]
+    return stated.flops * (rows_filled if name.startswith("grouped_matmul") else 1.0) if stated else None
 
 
 def _walk(jaxpr: Any, runs: float, share: float) -> Iterator[tuple[str, float, Any, float]]:

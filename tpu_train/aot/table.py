@@ -1,8 +1,9 @@
 """What `compile` prints: the compiler's answer, whether it fits, and the predicted time of a step.
 
 Every time here is predicted: XLA's own estimate of cycles for what XLA compiled; for Pallas kernels, which XLA does not
-estimate, what the matrix units alone need for their FLOPs, which is a lower bound; and the time that a collective takes
-by the formulas of the plan (planning/network.py), as far as no other work of that many cycles runs beside it.
+estimate, their schedules, in which no copy is waited for, or, where one can't be had, what the matrix units alone need
+for their FLOPs, a lower bound; and the time that a collective takes by the formulas of the plan (planning/network.py),
+as far as no other work of that many cycles runs beside it.
 """
 
 import dataclasses
@@ -20,6 +21,17 @@ GIB = 2**30
 # GiB of HBM that a program may fill on one JAX device: what the compiler's refusals name (libtpu 0.0.52).
 HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 DEVICE_CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # that work as one JAX device
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """A Pallas kernel in a step: predicted cycles by its schedule (None: not known, for `why`) and by its FLOPs."""
+
+    name: str
+    runs: float
+    cycles: float | None
+    bound: float | None
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +68,35 @@ class Report:
         return CORES[self.generation].peak_bf16_flops * DEVICE_CORES[self.generation]
 
     @property
-    def kernel_cycles(self) -> float | None:
-        """What the matrix units need for the Pallas kernels' FLOPs; None where a kernel's FLOPs are not known."""
+    def kernel_bound(self) -> float | None:
+        """Cycles of the matrix units for the Pallas kernels' FLOPs; None where a kernel's FLOPs are not known."""
         flops = self.answer["kernel_flops"]
         return None if flops is None else flops / self.flops_per_cycle
+
+    @property
+    def kernels(self) -> tuple[KernelRow, ...]:
+        """By kernel, in a step."""
+        flops: dict[str, list[float | None]] = {}
+        for name, count in self.answer["flops_by_kernel"].items():
+            flops.setdefault(name.removesuffix("_whole"), []).append(count)
+        rows = []
+        for name in dict.fromkeys(call["name"] for call in self.answer["schedules"]):
+            calls = [call for call in self.answer["schedules"] if call["name"] == name]
+            known = [call["runs"] * call["cycles"] for call in calls if call["cycles"] is not None]
+            counts = flops.get(name, [None])
+            stated = [count for count in counts if count is not None]
+            bound = sum(stated) / self.flops_per_cycle if len(stated) == len(counts) else None
+            cycles = sum(known) if len(known) == len(calls) else None
+            why = next((call["why"] for call in calls if call["why"]), "")
+            rows.append(KernelRow(name, sum(call["runs"] for call in calls), cycles, bound, why))
+        return tuple(rows)
+
+    @property
+    def kernel_cycles(self) -> float | None:
+        """Of the Pallas kernels' schedules, of one that has none its bound; None where that is not known either."""
+        known = [kernel.bound if kernel.cycles is None else kernel.cycles for kernel in self.kernels]
+        cycles = [count for count in known if count is not None]
+        return sum(cycles) if len(cycles) == len(known) else None
 
     @property
     def fleet(self) -> chips.Fleet:
@@ -111,7 +148,9 @@ class Report:
             "hbm_bytes": self.hbm_bytes,
             "hbm_capacity_bytes": self.capacity_bytes,
             **self.answer,
-            "kernel_cycles_at_least": self.kernel_cycles,
+            "kernel_cycles": self.kernel_cycles,
+            "kernel_cycles_at_least": self.kernel_bound,
+            "kernels_by_name": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "predicted_compute_seconds": self.compute_seconds,
             "predicted_network_seconds": self.network_seconds,
             "predicted_seconds": self.seconds,
@@ -160,13 +199,27 @@ class Report:
         if self.kernel_cycles is None or self.seconds is None or self.compute_seconds is None:
             yield "  the Pallas kernels' FLOPs are not known here, so there is no predicted time"
             return
-        yield f"  predicted: {self.kernel_cycles / 1e6:,.0f} M cycles at least for the Pallas kernels (matrix units)"
+        yield (
+            f"  predicted: {self.kernel_cycles / 1e6:,.0f} M cycles for the Pallas kernels, by their schedules"
+            f"{'' if self.kernel_bound is None else f' (matrix units alone: {self.kernel_bound / 1e6:,.0f} M)'}"
+        )
         yield (
             f"  predicted: {self.seconds * 1e3:,.0f} ms a step, MFU {self.mfu:.1%}: {self.compute_seconds * 1e3:,.0f} "
             f"ms at {self.clock_hz / 1e9:.2f} GHz and {self.network_seconds * 1e3:,.0f} ms of waiting for collectives"
         )
+        yield from self._kernels()
         if a["unknown_loops"]:
             yield f"  {a['unknown_loops']} loops have no known number of turns and count once"
+
+    def _kernels(self) -> Iterator[str]:
+        if self.kernels:
+            yield f"  {'kernel':<32}{'runs':>8}{'M cycles':>10}{'at least':>10}"
+        for kernel in self.kernels:
+            cycles, bound = ("not known" if n is None else f"{n / 1e6:,.1f}" for n in (kernel.cycles, kernel.bound))
+            yield f"  {kernel.name:<32}{kernel.runs:>8,.0f}{cycles:>10}{bound:>10}"
+        for kernel in self.kernels:
+            if kernel.cycles is None:
+                yield f"  {kernel.name} counts with its least: {kernel.why}"
 
     def _collectives(self) -> Iterator[str]:
         merged: dict[tuple[Any, ...], list[float]] = {}

@@ -55,6 +55,10 @@ def dtype_of(config: Config, fleet: Fleet) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
 
+def _loss_cores(config: Config, fleet: Fleet) -> int:
+    return memory.loss_cores(config.model, fleet.chip.name, config.run.implementation, dtype_of(config, fleet))
+
+
 def room(fleet: Fleet) -> float | None:
     """Bytes of one device that a program can get; None where the chip's memory is unknown."""
     whole = fleet.chip.per_device("memory")
@@ -80,6 +84,7 @@ def own(config: Config, fleet: Fleet) -> Choice:
         remat=config.model.remat,
         dtype=dtype_of(config, fleet),
         context_method=config.mesh.context_method,
+        loss_cores=_loss_cores(config, fleet),
     )
     return weigh(config, fleet, split)
 
@@ -106,7 +111,7 @@ def least_batch(config: Config, fleet: Fleet) -> int | None:
     """The smallest batch, in rows, that some mesh of the fleet's devices divides; None if there is no such mesh."""
     found = []
     for split in _meshes(config, fleet):
-        rows = split.data * split.fsdp
+        rows = split.data * split.expert * split.fsdp
         if _divides(_with_batch(config, rows), split, fleet):
             found.append(rows)
     return min(found, default=None)
@@ -172,12 +177,17 @@ def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
     """For each mesh and policy the fewest micro-batches that fit, or the most there can be."""
     dtype, limit = dtype_of(config, fleet), room(fleet)
     for mesh in _meshes(config, fleet):
-        mesh = dataclasses.replace(mesh, dtype=dtype, context_method=config.mesh.context_method)
+        mesh = dataclasses.replace(
+            mesh, dtype=dtype, context_method=config.mesh.context_method, loss_cores=_loss_cores(config, fleet)
+        )
         if not _divides(config, mesh, fleet):
             continue
         for policy in REMAT:
             split, count = None, 1
-            while count <= MOST_MICRO_BATCHES and config.data.batch_size % (count * mesh.data * mesh.fsdp) == 0:
+            while (
+                count <= MOST_MICRO_BATCHES
+                and config.data.batch_size % (count * mesh.data * mesh.expert * mesh.fsdp) == 0
+            ):
                 split = dataclasses.replace(mesh, accumulation=count, remat=policy)
                 if limit is None or memory.training(config, split).total <= limit:
                     break
@@ -187,13 +197,17 @@ def splits(config: Config, fleet: Fleet) -> Iterator[Split]:
 
 
 def _meshes(config: Config, fleet: Fleet) -> Iterator[Split]:
-    """All of the fleet's devices; along context only where rows are long."""
+    """All of the fleet's devices; along context only where rows are long, along expert where there are experts."""
     for tensor in _divisors(fleet.devices):
         for context in _divisors(fleet.devices // tensor):
             if context > 1 and config.data.seq_len < 2 * context * SHORTEST_CHUNK:
                 continue
-            for fsdp in _divisors(fleet.devices // tensor // context):
-                yield Split(fleet.devices // tensor // context // fsdp, fsdp, tensor, context=context)
+            left = fleet.devices // tensor // context
+            for expert in [
+                n for n in _divisors(left) if n == 1 or (config.model.num_experts and config.model.num_experts % n == 0)
+            ]:
+                for fsdp in _divisors(left // expert):
+                    yield Split(left // expert // fsdp, fsdp, tensor, context=context, expert=expert)
 
 
 def _divides(config: Config, split: Split, fleet: Fleet) -> bool:

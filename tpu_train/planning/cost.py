@@ -5,7 +5,7 @@ import math
 
 from tpu_train.chips import Fleet
 from tpu_train.config import ModelConfig, UserError
-from tpu_train.flops import num_params
+from tpu_train.flops import active_params
 from tpu_train.planning.roofline import Step
 
 # What Llama 3 reached in bfloat16 on 8,192 to 16,384 H100: 38 to 43 % (arXiv:2407.21783, table 4).
@@ -56,6 +56,9 @@ class Optimal:
 
 
 def optimal(model: ModelConfig, tokens: float) -> Optimal:
-    """With D = 20 N and C = 6 N D, as many FLOPs as `tokens` on this model buy N = sqrt(C / 120) parameters."""
-    size = num_params(model)
+    """With D = 20 N and C = 6 N D, as many FLOPs as `tokens` on this model buy N = sqrt(C / 120) parameters.
+
+    Of a mixture of experts the active ones count: the fit was on dense models.
+    """
+    size = active_params(model)
     return Optimal(TOKENS_PER_PARAM * size, math.sqrt(size * tokens / TOKENS_PER_PARAM))

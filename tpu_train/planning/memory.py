@@ -4,8 +4,8 @@ The formulas follow what the trainer does, not what a trainer could do: train_st
 float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
 layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
 between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
-or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss to be XLA's
-chunks: where its kernel runs, logits are never in HBM, and the loss needs less than is said here.
+or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss its kernel where
+that pays on the chip, and XLA's chunks elsewhere.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from tpu_train.config import Config, ModelConfig
 from tpu_train.context import Layer, choose
 from tpu_train.flops import layer_params, num_params
 from tpu_train.layout import AXES
+from tpu_train.planning import experts
 from tpu_train.stages import Schedule
 
 Remat = Literal["none", "dots", "full"]
@@ -23,6 +24,10 @@ Remat = Literal["none", "dots", "full"]
 FLOAT32 = 4
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGIT_BYTES = 256 * 2**20  # of float32 logits in a chunk, as pallas_kernels.cross_entropy.xla has it
+# Widest models that the loss has its kernel for (512 tokens or more), and the cores of a device, each with its own dx:
+# what pallas_kernels.cross_entropy.blocks.pays says of a head in float32.
+LOSS_KERNELS = {"v4": (2688, 2), "v5e": (22272, 1), "v5p": (11008, 2), "v6e": (11008, 1), "7x": (5376, 1)}
+SHORTEST = 128  # tokens that the kernel takes
 # What a program can get of a device's memory. TPU: the compiler for v5e gives 15.75 of 16 GiB. GPU: JAX takes three
 # quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 USABLE = {"tpu": 15.75 / 16, "gpu": 0.75, "cpu": 1.0}
@@ -40,10 +45,11 @@ class Split:
     dtype: str = "bfloat16"
     context: int = 1
     context_method: str = "auto"
-    expert: int = 1  # the plan knows no experts: report.report refuses them
+    expert: int = 1
     stage: int = 1
     stage_rounds: int = 1
     stage_microbatches: int = 1
+    loss_cores: int = 0  # that share the loss's kernel; 0: XLA's chunks
 
     @property
     def devices(self) -> int:
@@ -55,8 +61,11 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Parts that a weight's D is split into; along `stage` while it waits, or in the blocks its layers are."""
-        return self.fsdp * self.context * self.stage
+        """Parts that a weight is split into, but for `tensor`: its D, or its experts and their D.
+
+        Along `stage` it is D while a weight of the blocks waits, and layers while they compute.
+        """
+        return self.expert * self.fsdp * self.context * self.stage
 
     @property
     def schedule(self) -> Schedule:
@@ -84,7 +93,8 @@ class Split:
 
     def tokens(self, config: Config) -> int:
         """Tokens of one micro-batch (of optim.accumulation_steps) on one device, outside the blocks."""
-        rows = config.data.batch_size // (self.accumulation * self.data * self.fsdp * self.stage)
+        parts = self.accumulation * self.data * self.expert * self.fsdp * self.stage
+        rows = config.data.batch_size // parts
         return rows * config.data.seq_len // self.context
 
     def attention(self, model: ModelConfig, tokens: int, seq_len: int) -> list[tuple[str, Layer]]:
@@ -124,9 +134,17 @@ class Memory:
 
 
 def sharded_params(model: ModelConfig, split: Split) -> float:
-    """Scalars of the model on one device: matrices are split over all axes but data, norm scales are not."""
-    norms = model.num_layers * layer_params(model)["norms"] + model.model_dim
-    return (num_params(model) - norms) / (split.shards * split.tensor) + norms
+    """Scalars of the model on one device: matrices are split over all axes but data, a router not over tensor, norm
+    scales and experts' biases not at all."""
+    whole = model.num_layers * (layer_params(model)["norms"] + experts.biases(model)) + model.model_dim
+    routers = model.num_layers * experts.router_weights(model)
+    return (num_params(model) - whole - routers) / (split.shards * split.tensor) + routers / split.shards + whole
+
+
+def layer_matrices(model: ModelConfig) -> int:
+    """Scalars of a layer's matrices, without a router, which stays in float32."""
+    each = layer_params(model)
+    return each["attention"] + each["mlp"] - experts.router_weights(model) - experts.biases(model)
 
 
 def moments(config: Config, split: Split) -> float:
@@ -139,9 +157,8 @@ def moments(config: Config, split: Split) -> float:
     whole = sharded_params(config.model, split)
     if config.optim.optimizer == "adamw":
         return whole * (first + FLOAT32)
-    each = layer_params(config.model)
-    blocks = config.model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
-    return whole * (first + FLOAT32) - blocks * FLOAT32
+    blocks = layer_matrices(config.model) / split.tensor + experts.router_weights(config.model)
+    return whole * (first + FLOAT32) - config.model.num_layers * blocks / split.shards * FLOAT32
 
 
 def average(config: Config, split: Split) -> float:
@@ -161,11 +178,12 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
     full: the group's input, c M D for each group of layers in the window pattern.
     dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
         projection, a plain MLP's first product (a policy sees none inside the gated kernel). Gathered weights are
-        gathered again.
+        gathered again. A router's logits are float32; experts' results are not kept.
     none: the gathered weights, c P / t; three float32 [M, D] of each of two norms; the normed input once for each
         product that reads it, and once for the gated kernel; q, k, v, attention's output twice (as heads and flat) and
         its float32 lse; the MLP's hidden values (gated: up act'(gate), act(gate), product; else: up, act(up)); q/k
-        norm: three float32 [M, heads, H]. Where keys and values are gathered over context, those of all tokens.
+        norm: three float32 [M, heads, H]. Where keys and values are gathered over context, those of all tokens. With
+        experts, theirs (experts.kept) in place of the MLP's.
     `seq_len`: tokens of a row, for layers along context; None is one row.
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
@@ -173,12 +191,16 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
     if split.remat == "full":
         return c * M * D / len(model.window_pattern)
     if split.remat == "dots":
-        return c * M * (D + (N + 2 * K) * H / t + D + (0 if model.gated_mlp else F / t))
+        plain = (model.num_shared_experts * model.expert_size if model.num_experts else F) * (not model.gated_mlp)
+        return c * M * (D + (N + 2 * K) * H / t + D + plain / t) + FLOAT32 * M * model.num_experts
     each = layer_params(model)
-    total = c * (each["attention"] + each["mlp"]) / t
-    total += 2 * 3 * FLOAT32 * M * D + (3 + 1) * c * M * D
+    total = c * each["attention"] / t
+    total += 2 * 3 * FLOAT32 * M * D + 3 * c * M * D
     total += c * M * (3 * N + 2 * K) * H / t + FLOAT32 * M * N / t
-    total += c * M * (3 if model.gated_mlp else 2) * F / t
+    if model.num_experts:
+        total += experts.kept(model, split, M, seq_len or M * split.context)
+    else:
+        total += c * each["mlp"] / t + c * M * (D + (3 if model.gated_mlp else 2) * F / t)
     # Statistics of the norms and their scales.
     total += 4 * FLOAT32 * M + FLOAT32 * each["norms"]
     if model.qk_norm:
@@ -228,16 +250,51 @@ def chunk_tokens(model: ModelConfig, split: Split, tokens: int) -> int:
     return min(rows, max(8, LOGIT_BYTES // (FLOAT32 * columns)))
 
 
-def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
-    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms in float32), the others'.
+def loss_cores(model: ModelConfig, chip: str, implementation: str, dtype: str) -> int:
+    """`Split.loss_cores` of a run on a chip."""
+    widest, cores = LOSS_KERNELS.get(chip, (0, 0))
+    takes = implementation in ("auto", "pallas") and dtype == "bfloat16" and model.model_dim <= widest
+    return cores if takes else 0
 
-    In a pipeline the blocks' add up in float32 over the ticks.
-    """
+
+def loss(model: ModelConfig, split: Split, tokens: int) -> tuple[float, float]:
+    """(logits, transient) bytes of the loss; `training` says what they are."""
+    rows, columns = head_shape(model, split, tokens)
+    D, c = model.model_dim, split.width
+    shared = 2 * c * rows * D if rows > tokens else 0.0
+    if split.loss_cores and rows >= SHORTEST:
+        return 0.0, 2 * FLOAT32 * columns * D + split.loss_cores * FLOAT32 * rows * D + shared / 2
+    logits = chunk_tokens(model, split, tokens) * columns * (FLOAT32 + c)
+    return logits, (FLOAT32 + c) * columns * D + shared
+
+
+def gradients(model: ModelConfig, split: Split) -> tuple[float, float]:
+    """Bytes of gradients on one device: the blocks' (matrices in the compute dtype, norms and routers in float32), the
+    others'. In a pipeline the blocks' add up in float32 over the ticks."""
     each = layer_params(model)
-    matrices = model.num_layers * (each["attention"] + each["mlp"]) / (split.shards * split.tensor)
-    norms = model.num_layers * each["norms"]
-    others = sharded_params(model, split) - matrices - norms
-    return (split.width if split.stage == 1 else FLOAT32) * matrices + FLOAT32 * norms, FLOAT32 * others
+    matrices = model.num_layers * layer_matrices(model) / (split.shards * split.tensor)
+    rest = model.num_layers * (each["norms"] + experts.biases(model) + experts.router_weights(model) / split.shards)
+    others = sharded_params(model, split) - matrices - rest
+    return (split.width if split.stage == 1 else FLOAT32) * matrices + FLOAT32 * rest, FLOAT32 * others
+
+
+def recomputed(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
+    """Bytes of a layer that is computed again: what remat none keeps, but for the norms' float32 values, which XLA
+    takes again where they are read."""
+    if split.remat == "none":
+        return 0.0
+    kept = kept_by_layer(model, dataclasses.replace(split, remat="none"), tokens, seq_len)
+    return kept - 2 * 3 * FLOAT32 * tokens * model.model_dim
+
+
+def backward(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
+    """Bytes that a layer's backward pass makes: gradients of the MLP's hidden values, the largest weight's, whole."""
+    c, t, D, F = split.width, split.tensor, model.model_dim, model.mlp_dim
+    hidden, rows, weight = (3 if model.gated_mlp else 2), float(tokens), D * F
+    if model.num_experts:
+        F, rows = model.expert_size, experts.room(model, split, tokens, seq_len)
+        weight = model.num_experts // split.expert * D * F
+    return c * (rows * hidden * F + max(weight, D * model.num_heads * model.head_size)) / t
 
 
 def training(config: Config, split: Split) -> Memory:
@@ -245,30 +302,26 @@ def training(config: Config, split: Split) -> Memory:
 
     loss: every activation is kept; a device's part of the head is there in the compute dtype and its gradient adds up
         in float32: the head whole (over fsdp and context), or a slice of it and the tokens of all that share it, with
-        their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype.
-    blocks: all gradients but the embedding's rows are there; a group of layers is computed again with everything that
-        remat none keeps, and its weights' gradients leave their products whole (over fsdp and context) in the compute
-        dtype.
+        their gradient. A chunk's logits pass, once in float32 and once, as their gradient, in the compute dtype. The
+        kernel takes the head in float32, keeps dx in it, for each core, and makes no logits in HBM.
+    blocks: all gradients but the embedding's rows are there; a group of layers is computed again (`recomputed`), and
+        one of them is in its backward pass (`backward`), where a weight's gradient leaves its product whole (over fsdp
+        and context) in the compute dtype.
     Micro-batches add a running sum of all gradients in float32.
     """
-    model, M, c, t = config.model, split.tokens(config), split.width, split.tensor
+    model, M = config.model, split.tokens(config)
     weights = FLOAT32 * sharded_params(model, split)
-    each, group = layer_params(model), len(model.window_pattern)
-    matrices = each["attention"] + each["mlp"]
+    group = len(model.window_pattern)
     of_blocks, of_others = gradients(model, split)
+    seq_len, at_once = config.data.seq_len, split.tokens_at_once(config)
     layers = of_layers(config, split)
-    rows, columns = head_shape(model, split, M)
-    head = (FLOAT32 + c) * columns * model.model_dim + (2 * c * rows * model.model_dim if rows > M else 0.0)
-    logits = chunk_tokens(model, split, M) * columns * (FLOAT32 + c)
-    again = 0.0
-    if split.remat != "none":
-        whole = dataclasses.replace(split, remat="none")
-        again = group * kept_by_layer(model, whole, split.tokens_at_once(config), config.data.seq_len)
+    logits, head = loss(model, split, M)
+    at_work = group * recomputed(model, split, at_once, seq_len) + backward(model, split, at_once, seq_len)
     running = weights if split.accumulation > 1 else 0.0
     peaks = (
         # (gradients, activations, logits, transient, where)
         (running, activations(config, split), logits, head, "loss"),
-        (running + of_blocks + of_others, layers, 0.0, again + group * c * matrices / t, "blocks"),
+        (running + of_blocks + of_others, layers, 0.0, at_work, "blocks"),
     )
     found = [Memory(weights, moments(config, split), average(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, MeshConfig, UserError
-from tpu_train.flops import forward_flops_per_token, num_params, params, train_flops_per_token
+from tpu_train.flops import active_params, forward_flops_per_token, num_params, params, train_flops_per_token
 from tpu_train.layout import USUAL
 from tpu_train.planning import advice, cost, memory, network, why
 from tpu_train.planning.advice import Choice
@@ -31,10 +31,6 @@ class Inputs:
 
 def report(config: Config, fleet: Fleet, inputs: Inputs) -> dict[str, Any]:
     """The plan of `config` on `fleet`. Raises UserError where no mesh divides or a number is out of range."""
-    if config.model.num_experts:
-        raise UserError(
-            "plan has no formulas of a mixture of experts (model.num_experts) yet; tpu-train compile measures its step"
-        )
     suggested = advice.best(config, fleet)
     if suggested is None:
         raise UserError(_no_mesh(config, fleet))
@@ -47,7 +43,11 @@ def report(config: Config, fleet: Fleet, inputs: Inputs) -> dict[str, Any]:
     spent = cost.cost(chosen.step, fleet, flops_per_token, tokens, inputs.mfu, watts, usd)
     return {
         "chips": _chips(fleet, watts, usd, inputs),
-        "model": {"parameters": num_params(config.model), "by_block": params(config.model)},
+        "model": {
+            "parameters": num_params(config.model),
+            "active": active_params(config.model),
+            "by_block": params(config.model),
+        },
         "batch": {"rows": config.data.batch_size, "tokens": config.data.batch_size * config.data.seq_len},
         "way": {**dataclasses.asdict(chosen.split), "mesh": _mesh(chosen), "whose": whose},
         "memory": _memory(config, chosen),
@@ -124,9 +124,12 @@ def _memory(config: Config, choice: Choice) -> dict[str, Any]:
 def _flops(config: Config, per_token: float) -> dict[str, Any]:
     matrices = 3 if config.model.gated_mlp else 2
     forward = forward_flops_per_token(config.model, config.data.seq_len)
+    formulas = {name: formula.format(matrices=matrices) for name, formula in FORMULAS.items()}
+    if config.model.num_experts:
+        formulas["mlp"] = f"2 L ((k + shared) x {matrices} D F + D E), F of an expert"
     return {
         "forward_per_token": forward,
-        "formulas": {name: formula.format(matrices=matrices) for name, formula in FORMULAS.items()},
+        "formulas": formulas,
         "per_token": per_token,
         "per_step": per_token * config.data.batch_size * config.data.seq_len,
         "six_per_parameter": 6.0 * num_params(config.model),
@@ -153,15 +156,17 @@ def _roofline(choice: Choice, fleet: Fleet) -> dict[str, Any]:
 def _network(config: Config, choice: Choice, fleet: Fleet) -> list[dict[str, Any]]:
     """By axis; `enough` is the book's rule of thumb for when the axis' traffic hides behind work.
 
-    data and fsdp: peak / bandwidth tokens on each device. tensor: mlp_dim / (peak / bandwidth) devices at most.
+    data and fsdp: peak / bandwidth tokens on each device. tensor: mlp_dim / (peak / bandwidth) devices at most (of
+    experts, expert_dim).
     """
     found = []
     times = choice.step.by_axis()
+    width = config.model.expert_size if config.model.num_experts else config.model.mlp_dim
     for name, axis in network.axes(fleet, choice.split.sizes).items():
         tokens = choice.step.peak / axis.fast_bytes if axis.fast_bytes else None
         enough = None
         if axis.fast > 1 and tokens and name != "stage":
-            enough = config.model.mlp_dim / tokens if name == "tensor" else tokens
+            enough = width / tokens if name == "tensor" else tokens
         found.append(
             {
                 **dataclasses.asdict(axis),
@@ -212,6 +217,8 @@ def _notes(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
         found.append(f"Google names this slice {fleet.chip.name}-{2 * fleet.chips // fleet.slices}, counting cores")
     if config.optim.optimizer == "muon":
         found.append("memory leaves out what Muon's orthogonalisation holds for a moment")
+    if config.model.num_experts:
+        found.append("memory has room for the rows of the worst case, as the trainer has; time takes loads to be even")
     if fleet.chip.platform != "tpu":
         found.append("memory is that of the TPU kernels; other implementations keep a little more or less")
     return found

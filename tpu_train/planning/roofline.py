@@ -17,7 +17,7 @@ from tpu_train.chips import Fleet
 from tpu_train.config import Config, ModelConfig, UserError
 from tpu_train.flops import forward_flops_per_token, layer_params, train_flops_per_token
 from tpu_train.layout import AXES
-from tpu_train.planning import memory, network
+from tpu_train.planning import experts, memory, network
 from tpu_train.planning.memory import FLOAT32, Split
 
 
@@ -118,6 +118,7 @@ def step(config: Config, split: Split, fleet: Fleet) -> Step:
 
 
 Traffic = dict[str, tuple[float, float]]
+SHARDS = ("expert", "fsdp", "context", "stage")  # that split a weight, the one that brings most together first
 
 
 def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[tuple[str, float, float, Traffic]]:
@@ -144,7 +145,12 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     attention_bytes = products * c * (reads * each["attention"] / t + idle * M * ends)
     # Heads: q and o forward; q, o, and the gradients of both backward. Keys and values likewise.
     kernel_bytes = idle * c * M * H * (forwards * (2 * N + 2 * K) + 4 * N + 4 * K)
+    mlp = of_mlp * forward["mlp"]
     mlp_bytes = of_mlp * c * (reads * each["mlp"] / t + idle * M * (first * (D + F) + F + D))
+    if model.num_experts:
+        mlp = M / t * experts.flops(model, forwards, products, of_mlp)
+        mlp_bytes = experts.bytes_moved(model, split, M, config.data.seq_len, forwards)
+        F = 0.0  # their activation is in it
     # Norms: read and write; back: read two, write one. Residuals: read two, write one, both ways. Rotary: q and k.
     light = c * M * (2 * D * (2 * forwards + 3) + 2 * D * 3 * 2 + 2 * (N + K) * H * (forwards + 1))
     light += c * M * F * ((first + 1) * forwards + 2 * first + 1)
@@ -158,11 +164,27 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     state = memory.sharded_params(model, split)
     kept = memory.moments(config, split) + memory.average(config, split)
     update = 4 * FLOAT32 * state + FLOAT32 * state + 2 * kept
+    counting = A * experts.counts_first(model, A)  # one more forward pass, for the loads of all micro-batches
     return [
-        ("projections", A * idle * products * forward["projections"], A * L * attention_bytes, traffic["projections"]),
+        (
+            "projections",
+            (A * idle * products + counting) * forward["projections"],
+            A * L * attention_bytes,
+            traffic["projections"],
+        ),
         # The backward kernel takes five products for the forward's two (arXiv:2307.08691, section 2.3).
-        ("attention", A * idle * (forwards + 2.5) * forward["attention"], A * L * kernel_bytes, traffic["attention"]),
-        ("mlp", A * idle * of_mlp * forward["mlp"], A * L * mlp_bytes, traffic["mlp"]),
+        (
+            "attention",
+            (A * idle * (forwards + 2.5) + counting) * forward["attention"],
+            A * L * kernel_bytes,
+            traffic["attention"],
+        ),
+        (
+            "experts" if model.num_experts else "mlp",
+            A * idle * mlp + counting * forward["mlp"],
+            A * L * mlp_bytes,
+            traffic["mlp"],
+        ),
         ("norms, rotary, activation", 0.0, A * L * light, {}),
         # Rows are read and written in float32, both ways; the gradient starts as zeros of the table's own slice.
         ("embedding", 0.0, A * (4 * FLOAT32 * M * D + FLOAT32 * table / split.shards), traffic["embedding"]),
@@ -187,6 +209,8 @@ def _traffic(config: Config, split: Split, axes: dict[str, network.Axis]) -> dic
         are scattered in it. Rows of the embedding are exchanged. The head is gathered and its gradient scattered in
         float32; or its slices are exchanged, the tokens gathered, and their float32 gradient all-reduced.
     context: the same, of the part of a weight that fsdp does not bring; and attention (network.attention).
+    expert: the same, of all but the experts' weights; and the rows of all tokens' choices, to the experts and back. (A
+        router counts in the compute dtype, and is float32.)
     data: what both leave of a gradient is all-reduced, at the same width.
     stage: outside the blocks as fsdp. In them a weight is gathered over fsdp and context in every turn, and the stages
         exchange the weights and their gradients once, send a micro-batch on in every tick, forward and backward, and
@@ -201,21 +225,34 @@ def _traffic(config: Config, split: Split, axes: dict[str, network.Axis]) -> dic
     gathers = 1 if split.remat == "none" else 2
     each, table = layer_params(model), model.vocab_size * D / t
 
-    def over_shards(kind: str, size: float, names: tuple[str, ...] = ("stage", "context", "fsdp")) -> Traffic:
+    def over_shards(kind: str, size: float, names: tuple[str, ...] = SHARDS) -> Traffic:
         """A gather, a reduction or an exchange over all that share a weight, one axis after the other."""
-        found, parts = {}, math.prod(split.sizes[name] for name in names)
-        together = 1
+        found, part = {}, size
+        whole = math.prod(axes[name].size for name in names)
         for name in names:
-            together *= split.sizes[name]
-            part = split.sizes[name] if kind == "exchange" else together
-            found[name] = getattr(axes[name], kind)(size * part / parts)
+            found[name] = getattr(axes[name], kind)(size * axes[name].size / whole if kind == "exchange" else part)
+            part /= axes[name].size
         return found
 
-    def weights(size: float, gathers: Traffic, times: float, width: int) -> Traffic:
-        return _each(A * times, gathers) | {"data": _times(A, axes["data"].reduce(size * width / split.shards))}
+    def weights(size: float, times: float, width: int, names: tuple[str, ...] = SHARDS) -> Traffic:
+        """Gathers and scatters over `names`, so many in all, and the all-reduce of what is left of a gradient."""
+        shard = size * width / math.prod(axes[name].size for name in {*names, "stage"})
+        return _each(A * times, over_shards("gather", size * width, names)) | {
+            "data": _times(A, axes["data"].reduce(shard))
+        }
+
+    def of_experts() -> Traffic:
+        """Whole experts gather over fsdp and context alone; the rest of the mixture as any weight; rows cross."""
+        whole = experts.matrices(model, model.num_experts / split.expert) / t
+        rest = experts.matrices(model, model.num_shared_experts) / t + experts.router_weights(model)
+        rows = c * tokens * model.experts_per_token * D * split.expert
+        crossing = _each(A * L * experts.exchanges(gathers), {"expert": axes["expert"].exchange(rows)})
+        return _sum(
+            [weights(L * whole, gathers + 1, c, SHARDS[1:3]), weights(L * rest, gathers + 1, c, SHARDS[:3]), crossing]
+        )
 
     def of_blocks(size: float) -> Traffic:
-        return weights(size, over_shards("gather", size * c, ("context", "fsdp")), turns * (gathers + 1), c)
+        return weights(size, turns * (gathers + 1), c, SHARDS[:3])
 
     def sums(times: float, tokens: int) -> Traffic:
         return {"tensor": _times(A * times, axes["tensor"].reduce(c * tokens * D))}
@@ -224,7 +261,7 @@ def _traffic(config: Config, split: Split, axes: dict[str, network.Axis]) -> dic
     own = {"data": _times(A, axes["data"].reduce(FLOAT32 * table / split.shards))}
     rows, _ = memory.head_shape(model, split, tokens)
     shared = c * tokens * split.shards * D  # of all tokens that share the weights
-    head = weights(table, over_shards("gather", FLOAT32 * table), 2, FLOAT32)
+    head = weights(table, 2, FLOAT32)
     if rows > tokens:
         moves = [over_shards("gather", shared), over_shards("reduce", FLOAT32 * rows * D)]
         moves += 2 * [over_shards("exchange", FLOAT32 * table)]
@@ -241,9 +278,10 @@ def _traffic(config: Config, split: Split, axes: dict[str, network.Axis]) -> dic
         _each(4, {"stage": stage.gather(c * split.stage * tokens * D)}),
         _each(2 * split.schedule.ticks, {"stage": stage.permute(c * at_once * D)}),
     ]
+    mlp = of_experts() if model.num_experts else of_blocks(L * each["mlp"] / t)
     return {
         "projections": of_blocks(L * each["attention"] / t) | sums(L * turns * half, at_once),
-        "mlp": of_blocks(L * each["mlp"] / t) | sums(L * turns * 2, at_once),
+        "mlp": mlp | sums(L * turns * 2, at_once),
         "attention": attention,
         "stages": _each(A, _sum(moves)),
         "embedding": own | _each(2 * A, over_shards("exchange", shared)) | sums(1, tokens),
@@ -260,5 +298,8 @@ def _each(factor: float, traffic: Traffic) -> Traffic:
 
 
 def _sum(moves: list[Traffic]) -> Traffic:
-    """Of moves over the same axes."""
-    return {axis: (sum(move[axis][0] for move in moves), sum(move[axis][1] for move in moves)) for axis in moves[0]}
+    found: Traffic = {}
+    for axis, (fast, slow) in (pair for move in moves for pair in move.items()):
+        before = found.get(axis, (0.0, 0.0))
+        found[axis] = before[0] + fast, before[1] + slow
+    return found

@@ -23,7 +23,8 @@ def _head(plan: dict[str, Any]) -> list[str]:
     return [
         "predicted by formulas; no compiler and no device has seen this",
         f"chips:      {plan['chips']['text']}",
-        f"parameters: {model['parameters']:,} ({parts})",
+        f"parameters: {model['parameters']:,} ({parts})"
+        + (f", {model['active']:,} of them active" if model["active"] < model["parameters"] else ""),
         f"batch:      {batch['rows']:,} rows, {count_text(batch['tokens'])} tokens a step",
         f"mesh:       {way['mesh']}, micro-batches "
         f"{way['accumulation']}, remat {way['remat']}, {way['dtype']} ({way['whose']})",
