@@ -10,9 +10,10 @@ import numpy as np
 
 from tpu_train.config import DataConfig, UserError, points_of, weight_at
 from tpu_train.data.opening import open_sources, tokenizer_content
+from tpu_train.data.records import BadDocument
 from tpu_train.data.sources import Source
 from tpu_train.data.split import Part, Stream, split_all
-from tpu_train.data.texts import BadDocument, skip_or_raise
+from tpu_train.data.texts import skip_or_raise
 
 if TYPE_CHECKING:
     from tpu_train.data.dealing import Deal
@@ -160,7 +161,11 @@ def _check_fills_a_batch(config: DataConfig, parts: list[Part]) -> None:
 def _layout(config: DataConfig, sources: dict[str, Source]) -> dict[str, Any]:
     """What a position in the data is only good for, as name: value."""
     read = config.mixture or [config]
-    keys = [[source.source, source.text_key, source.prompt_key] for source in read]
+    keys = [
+        [source.source, source.text_key, source.prompt_key]
+        + ([source.messages_key, config.message_template] if source.messages_key else [])
+        for source in read
+    ]
     found = [[name, len(source), source.size, source.fingerprint] for name, source in sources.items()]
     content = hashlib.sha256(json.dumps([keys, found]).encode())
     if any(source.tokenized for source in sources.values()):
