@@ -70,7 +70,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
-            checkpoint.Saver(checkpoints, config.checkpoint),
+            (checkpoint.SharedSaver if jax.process_count() > 1 else checkpoint.Saver)(checkpoints, config.checkpoint),
             stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
             clock,
@@ -201,7 +201,8 @@ def first_state(config: Config, compute: precision.Compute) -> TrainState:
     """The state before the first step: fresh, or with the weights that run.init_from names."""
     if not config.run.init_from:
         return init_state(config, compute)
-    model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
+    abstract = abstract_state(config, compute).model
+    model, line = checkpoint.initial_model(config.run.init_from, abstract, config.run.init_from_ema)
     say(line)
     return with_features(dataclasses.replace(init_state(config, compute), model=model, average=None), config)
 

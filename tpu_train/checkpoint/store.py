@@ -55,10 +55,9 @@ class Checkpoints:
         self._kept = Kept(keep_last, keep_every, keep_best)
         self._pending: tuple[int, Future] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        if keep_last is not None and jax.process_index() == 0:
-            for folder in self.directory.iterdir():
-                if re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name):
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._given_up = 0  # saves
+        if keep_last is not None:
+            self._remove_halves()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -142,13 +141,16 @@ class Checkpoints:
         checkpointables = {"state": arrays, "data": data, "config": config_lib.to_dict(config)}
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         with self._save_errors(step):
-            if not self.directory.is_dir():  # Orbax would make it again, where a disk may have been mounted before
+            # Orbax would make it again, where a disk may have been mounted before; and wait for who does not come.
+            if not all(processes.from_all(self.directory.is_dir())):
                 raise FileNotFoundError(errno.ENOENT, "the folder is gone")
-            folder = self.directory / f"{step}{_UNFINISHED}"
+            if self._given_up:
+                self._remove_halves()  # that were still being written when they were given up
+            folder = self.directory / f"{step}{_UNFINISHED}{self._given_up or ''}"
             saving = ocp.save_checkpointables_async(
                 folder, checkpointables, overwrite=True, custom_metadata={"format": manifest.FORMAT}
             )
-            self._pending = step, self._background.submit(self._complete, step, saving, loss)
+            self._pending = step, self._background.submit(self._complete, step, folder, saving, loss, self._given_up)
 
     def wait(self) -> None:
         """Blocks until the pending save is complete. Raises SaveFailed if it failed."""
@@ -164,13 +166,31 @@ class Checkpoints:
         self.wait()
         return True
 
-    def _complete(self, step: int, saving: Any, validation_loss: float | None) -> None:
+    def give_up(self) -> None:
+        """All processes: none waits for the save under way any more, and process 0's view is everybody's again."""
+        self._pending = None
+        self._given_up += 1
+        self._background.shutdown(wait=False)  # it may wait for a process that failed
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        steps, losses = processes.from_all([sorted(self._steps), sorted(self._losses.items())])[0]
+        self._steps, self._losses = set(steps), dict(losses)
+        self._remove_halves()
+
+    def _remove_halves(self) -> None:
+        """Process 0: what is half written would keep a full disk full."""
+        for folder in self.directory.glob("*") if jax.process_index() == 0 else ():
+            if re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _complete(self, step: int, unfinished: Path, saving: Any, validation_loss: float | None, given_up: int) -> None:
         """In the background: waits for all processes' files, then process 0 gives the folder its manifest and its name.
 
         Only then do old ones go.
         """
         saving.result()
-        folder, unfinished = self.directory / str(step), self.directory / f"{step}{_UNFINISHED}"
+        if given_up != self._given_up:
+            return
+        folder = self.directory / str(step)
         losses = self._losses | ({} if validation_loss is None else {step: validation_loss})
         kept = self._kept.of(self._steps | {step}, losses)
         if jax.process_index() == 0:
@@ -263,9 +283,7 @@ class Checkpoints:
             yield
         except Exception as error:
             if jax.process_count() == 1:
-                # What is half written would keep a full disk full.
-                for half in self.directory.glob(f"{step}{_UNFINISHED}*"):
-                    shutil.rmtree(half, ignore_errors=True)
+                self._remove_halves()
             raise SaveFailed(
                 f"saving step {step} in {self.directory} failed: {reason_of(error)}; {self.kept()}",
                 by_storage=is_of_storage(error),

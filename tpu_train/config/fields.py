@@ -176,6 +176,7 @@ class CheckpointConfig:
 class RunConfig:
     workdir: str = ""  # empty: runs/<name of the config file>
     init_from: str = ""  # another run's workdir, or WORKDIR@STEP: its weights are this run's first, nothing else of it
+    init_from_ema: bool = False  # the moving average that it kept of them (optim.ema_decay), in their place
     steps: int = 100
     seed: int = 0  # initial weights and sampling
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
