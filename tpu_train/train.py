@@ -6,7 +6,7 @@ between host and device is explicit.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, watchdog
+from tpu_train import checkpoint, data, devices, generate, goodput, paths, precision, processes, profiling, watchdog
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -40,7 +40,9 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
     `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
     `profile_steps` are traced and `dump_hlo` writes the step's program down: see profiling.py.
     """
-    workdir = Path(config.run.workdir)
+    workdir = paths.at(config.run.workdir)
+    if paths.is_remote(workdir) and (dump_hlo or profile_steps is not None):
+        raise UserError(f"--dump_hlo and --profile_steps write into a folder of this machine, and {workdir} is none")
     watch = watchdog.Watchdog(config.run.hang_seconds, processes.name())
     clock = goodput.Clock(start_time, watch, shared=jax.process_count() > 1)
     mesh = mesh_lib.make_mesh(config.mesh)
@@ -108,7 +110,7 @@ class Run:
     mesh: jax.sharding.Mesh
     train_step: Callable
     eval_step: Callable
-    batches: Iterator[dict[str, Any]]
+    batches: Any  # of data.train_batches
     validation: Any
     saver: checkpoint.Saver
     reporter: Reporter
@@ -126,7 +128,7 @@ class Run:
             self.clock.enter("step")
             with jax.transfer_guard("disallow"), self.profiler.step(step):
                 state, values = self.train_step(state, batch)
-            self.reporter.dispatched(step, values)
+            self.reporter.dispatched(step, values, self.batches.of_sources if self.config.data.mixture else None)
             self.profiler.end(step, self.reporter, self.clock)
             asked = self.stop.ask(self.saver.asks())
             stopping = self.stop.agreed is not None

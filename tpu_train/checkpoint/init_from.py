@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from tpu_train import paths
 from tpu_train.checkpoint.restore import to_flat
 from tpu_train.checkpoint.store import Checkpoints
 from tpu_train.config import UserError
@@ -23,7 +24,7 @@ def initial_model(source: str, abstract_model: Any, ema: bool = False) -> tuple[
     workdir, _, at = source.rpartition("@")
     if not (workdir and at.isdecimal()):
         workdir, at = source, ""
-    if not (Path(workdir) / "checkpoints").is_dir():
+    if not (paths.at(workdir) / "checkpoints").is_dir():
         raise UserError(
             f"run.init_from={source}: {workdir} has no checkpoints; give the workdir of a run that has saved"
         )

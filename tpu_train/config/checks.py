@@ -36,9 +36,9 @@ def check(config: Config) -> None:
     _check_optim(config)
     if config.run.init_from_ema and not config.run.init_from:
         raise UserError("run.init_from_ema is set, but run.init_from names no run; set run.init_from=WORKDIR[@STEP]")
-    if "://" in config.run.workdir:
+    if "://" in config.run.workdir and not re.fullmatch(r"gs://[^/]+/.*[^/].*", config.run.workdir):
         raise UserError(
-            f"run.workdir={config.run.workdir} is not a folder of this machine; give a local or a mounted one"
+            f"run.workdir={config.run.workdir} is neither a folder of this machine nor gs://BUCKET/FOLDER; give one"
         )
 
 

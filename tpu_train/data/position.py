@@ -83,6 +83,12 @@ class Batches(grain.DatasetIterator[Batch]):
         """
         return dict(zip(self._names, self._counted.tolist(), strict=True))
 
+    @property
+    def of_sources(self) -> tuple[int, dict[str, int]]:
+        """(first row of this process, tokens that its rows held of each source of a mixture)."""
+        names = self._names[len(COUNTS) :]
+        return self._rows[0], {name: self.counts[name] for name in names}
+
     def describe(self) -> str:
         """The counts in one line."""
         counts = self.counts
