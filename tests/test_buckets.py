@@ -13,12 +13,13 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tpu_train import paths
+from tpu_train import metrics, paths
+from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError, apply_override, check
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 CONFIG = """
 from tpu_train.config import *
@@ -43,6 +44,11 @@ class Bucket:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self.environment = {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it asks Google what kind of bucket it is
+        }
         start = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -74,33 +80,30 @@ class Bucket:
         self._open(where, data=content, method="POST")
 
 
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory):
-    bucket = Bucket(tmp_path_factory.mktemp("server") / "log")
+@pytest.fixture
+def bucket(tmp_path):
+    bucket = Bucket(tmp_path / "server.log")
     yield bucket
     bucket.process.kill()
     bucket.process.wait()
 
 
-@pytest.fixture(scope="module")
-def command(bucket, tmp_path_factory):
-    """command(name, arguments...): starts tpu-train, with its output in a pipe."""
-    folder = tmp_path_factory.mktemp("configs")
-    (folder / "config.py").write_text(CONFIG)
+@pytest.fixture
+def command(bucket, tmp_path, monkeypatch):
+    """command(flags...): starts tpu-train train, with its output in a pipe. This process too knows the bucket."""
+    (tmp_path / "config.py").write_text(CONFIG)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
     environment = os.environ | {
-        "STORAGE_EMULATOR_HOST": bucket.url,
-        "TENSORSTORE_GCS_HTTP_URL": bucket.url,
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it asks Google what kind of bucket it is
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_FLAGS": re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", "")),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
 
-    def start(name, *arguments):
-        config = [f"--config={folder / 'config.py'}"] if name == "train" else []
+    def start(*flags):
         return subprocess.Popen(
-            [sys.executable, "-m", "tpu_train.main", name, *config, *arguments],
+            [sys.executable, "-m", "tpu_train.main", "train", f"--config={tmp_path / 'config.py'}", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -116,10 +119,11 @@ def finish(child):
     return out
 
 
-def test_a_killed_run_in_a_bucket_goes_on_to_the_bits_of_one_in_a_folder(bucket, command, tmp_path):
-    finish(command("train", f"--workdir={tmp_path / 'run'}"))
+@pytest.mark.slow
+def test_a_killed_run_in_a_bucket_goes_on_to_the_bits_of_one_in_a_folder(bucket, command, tmp_path, capsys):
+    finish(command(f"--workdir={tmp_path / 'run'}"))
     where = "gs://bucket-of-runs/a/run"
-    child = command("train", f"--workdir={where}", "--set=run.steps=40")
+    child = command(f"--workdir={where}", "--set=run.steps=40")
     for line in child.stdout:
         if line.startswith("step 15/40"):
             break
@@ -131,23 +135,35 @@ def test_a_killed_run_in_a_bucket_goes_on_to_the_bits_of_one_in_a_folder(bucket,
     child.communicate()
     # What a save that was killed leaves: a folder without a manifest.
     bucket.write("a/run/checkpoints/30/state/d/half", b"half")
-    out = finish(command("train", f"--workdir={where}"))
+    out = finish(command(f"--workdir={where}"))
     assert re.search(rf"^continuing from step (10|20) in {where}$", out, re.MULTILINE), out
-    assert finish(command("diff", str(tmp_path / "run"), where)).count("differ") == 0
     names = bucket.names()
     assert {name.split("/")[3] for name in names if name.startswith("a/run/checkpoints/")} == {"30", "40"}
     assert "a/run/checkpoints/30/state/d/half" not in names
     assert bucket.read("a/run/loss.png").startswith(b"\x89PNG")
-    assert bucket.read("a/run/metrics.jsonl").count(b"\n") == 40
     assert bucket.read("a/run/goodput.jsonl").count(b"\n") >= 40
+    there = [metrics.read(paths.at(str(workdir))) for workdir in (where, tmp_path / "run")]
+    assert [line["step"] for line in there[0]] == [*range(1, 41)]
+    for name in ("loss", "grad_norm", "validation_loss"):
+        assert [line.get(name) for line in there[0]] == [line.get(name) for line in there[1]]
+    got, want = arrays_of(where), arrays_of(tmp_path / "run")
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
 
     damaged = next(name for name in names if re.match(r"a/run/checkpoints/40/state/.*/d/", name))
     content = bytearray(bucket.read(damaged))
     content[len(content) // 2] ^= 1
     bucket.write(damaged, bytes(content))
-    out = finish(command("eval", f"--workdir={where}"))
-    assert f"{where}/checkpoints/40 is damaged and skipped: " in out
-    assert "another checksum than was saved" in out
+    with Checkpoints(where, keep_last=None) as checkpoints:
+        assert checkpoints.latest() == 30
+    file = damaged.removeprefix("a/run/checkpoints/40/")
+    assert f"{where}/checkpoints/40 is damaged and skipped: {file} has another checksum" in capsys.readouterr().err
+
+
+def arrays_of(workdir):
+    with Checkpoints(workdir, keep_last=None) as checkpoints:
+        return {name: np.asarray(x) for name, x in checkpoints.arrays(40).items()}
 
 
 @pytest.mark.parametrize("where", ["s3://bucket/run", "gs://", "gs://bucket", "gs://bucket/", "file:///tmp/run"])

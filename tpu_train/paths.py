@@ -89,7 +89,7 @@ def open_to_append(path: Any) -> Any:
 class Appending:
     """An object of a bucket that grows: all of it is sent every 10 s, by `flush` and by `close`.
 
-    A kill loses the lines since then; `flush` before a checkpoint keeps those that no later start would write again.
+    A kill loses the lines since then; `flush` beside a checkpoint keeps those that no later start would write again.
     """
 
     def __init__(self, path: Any):

@@ -105,6 +105,8 @@ class Reporter:
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
+        if step == self.last_good:
+            self._flush()
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
@@ -124,7 +126,6 @@ class Reporter:
         self._clock.settle(all_done=True)
         if self._ledger is not None:
             self._ledger.write(step, self._clock.seconds)
-        self._flush()
 
     def say_time(self) -> None:
         """Where the time went; the last line of a run's own."""
@@ -136,7 +137,7 @@ class Reporter:
             say(f"time: {self._ledger.summary(self._clock.seconds)}")
 
     def _flush(self) -> None:
-        """Lines up to a checkpoint are not written again by a start from there."""
+        """A start from a checkpoint does not write the lines up to it again."""
         for file in (self._writer, self._ledger):
             if file is not None:
                 file.flush()
