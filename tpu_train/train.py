@@ -143,7 +143,7 @@ class Run:
                     if evaluating:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
-                    if saving or (not self.reporter.skipped_in_row and self.saver.checkpoints.is_best(loss)):
+                    if saving or (not self.reporter.skipped_in_row and self.saver.is_best(loss)):
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()

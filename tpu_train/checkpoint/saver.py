@@ -63,6 +63,10 @@ class Saver:
             self._worked()
         return True
 
+    def is_best(self, validation_loss: float | None) -> bool:
+        """Whether a checkpoint of this validation loss would be kept for it."""
+        return self.checkpoints.is_best(validation_loss)
+
     def finish(self, save: Callable[[], Any]) -> None:
         """Blocks until the save under way is complete; `save` starts it again if it fails. Raises like `due`."""
         while self.checkpoints.is_saving or self._failing_since is not None:

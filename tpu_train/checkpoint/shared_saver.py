@@ -53,7 +53,13 @@ class SharedSaver(Saver):
         except SaveFailed as failed:
             self._failed = failed
             return False
+        if not self.checkpoints.is_saving:  # it is there already
+            self._worked()
         return True
+
+    def is_best(self, validation_loss: float | None) -> bool:
+        """Process 0's answer, for a save under way is noted by each in its own time."""
+        return processes.from_all(super().is_best(validation_loss))[0]
 
     def finish(self, save: Callable[[], Any]) -> None:
         """Blocks until the last save is complete in all; `save` starts it again if it fails. Raises like `due`."""
