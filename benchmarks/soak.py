@@ -9,28 +9,25 @@ fault, drawn at random; what it left behind is continued until the run is comple
 - lost: a start that nothing disturbed failed, or the run came to an end without its last step;
 - silent: the run completed with another loss or weight. There must be none.
 
-Prints a table of them by fault, and exits with 1 if any is not survived. Processes are forked from one that has
+Prints a table of them by fault, and exits with 1 if any is not survived; Ctrl-C or SIGTERM ends it with the table of
+the runs that are done. Processes are forked from one that has
 imported the program, so that a start takes little more than its work; with --processes each run is several processes of
 their own, which takes longer, and whose clocks stay as they are. It needs Linux.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import itertools
-import json
 import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -39,10 +36,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+from soak_faults import (
+    FAULTS,
+    LIMIT,
+    STEPS,
+    Lost,
+    Start,
+    checkpoints,
+    clock_jumps,
+    complete,
+    kill_of_a_data_worker,
+    metrics,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, SAVE_EVERY = 120, 20
-LIMIT = 300  # seconds that one start may take; past it, it hangs
+SAVE_EVERY = 20
 CONFIG = f'''"""The model of the soak."""
 from tpu_train.config import *
 
@@ -56,194 +64,6 @@ def config():
         run=RunConfig(steps={STEPS}, log_every=1, eval_every=60, eval_batches=1, sample_tokens=0),
     )
 '''
-
-
-class Lost(Exception):
-    """The run can't be continued; says why."""
-
-
-@dataclasses.dataclass
-class Start:
-    """One process of the program that trains, or the first of several, and what it leaves behind."""
-
-    process: Any
-    workdir: Path
-    log: Path
-    begun: float
-    resumes: bool  # a checkpoint was there when it began
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-    def step(self) -> int:
-        """The last step in the metrics."""
-        return max((line["step"] for line in metrics(self.workdir)), default=0)
-
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """False if the process ended before."""
-        while not condition():
-            if self.process.exitcode is not None:
-                return False
-            if time.monotonic() > self.begun + LIMIT:
-                raise Lost(f"nothing for {LIMIT} s: {self.text[-400:]}")
-            time.sleep(0.002)
-        return True
-
-    def kill(self) -> None:
-        """At once, with all that it started."""
-        for pid in [*descendants(self.process.pid), self.process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.join()
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that `pid` started, and that those started."""
-    found = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, file.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that is half written is left out."""
-    file = workdir / "metrics.jsonl"
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def checkpoints(workdir: Path) -> list[Path]:
-    """Complete ones, oldest first."""
-    folder = workdir / "checkpoints"
-    there = [path for path in folder.glob("*") if path.name.isdigit()] if folder.exists() else []
-    return sorted(there, key=lambda path: int(path.name))
-
-
-# Each fault: disturbs a start, and says whether it came to it before the start ended by itself.
-
-
-def kill_in_start_up(start: Start, draw: random.Random) -> bool:
-    time.sleep(draw.uniform(0, 1.5))
-    return killed(start)
-
-
-def kill_in_a_step(start: Start, draw: random.Random) -> bool:
-    return training(start, draw) and killed(start)
-
-
-def kill_in_a_save(start: Start, draw: random.Random) -> bool:
-    folder = start.workdir / "checkpoints"
-    begun = training(start, draw) and start.wait_until(lambda: any(folder.glob("*.unfinished*")))
-    time.sleep(draw.uniform(0, 0.03))
-    return begun and killed(start)
-
-
-def kill_in_a_restore(start: Start, draw: random.Random) -> bool:
-    if not start.resumes:  # the next start will
-        start.wait_until(lambda: bool(checkpoints(start.workdir)))
-        start.kill()
-        return False
-    begun = start.wait_until(lambda: "continuing from step" in start.text)
-    time.sleep(draw.uniform(0, 0.1))
-    return begun and killed(start)
-
-
-def kill_of_one_process(start: Start, draw: random.Random) -> bool:
-    """Of those that the start consists of, its parent and workers among them."""
-    if not training(start, draw):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(draw.choice([start.process.pid, *descendants(start.process.pid)]), signal.SIGKILL)
-    start.wait_until(lambda: False)
-    start.kill()
-    return True
-
-
-def stop_signal(start: Start, draw: random.Random) -> bool:
-    if not training(start, draw):
-        return False
-    start.process.terminate()
-    start.wait_until(lambda: False)
-    if start.process.exitcode not in (0, 128 + signal.SIGTERM):
-        raise Lost(f"SIGTERM gave the exit code {start.process.exitcode}: {start.text[-400:]}")
-    return True
-
-
-def full_disk(start: Start, draw: random.Random) -> bool:
-    """No file may grow, for a moment or for good."""
-    if not training(start, draw):
-        return False
-    pids = [start.process.pid, *descendants(start.process.pid)]
-    for limit in (draw.choice([0, 100, 4000]), resource.RLIM_INFINITY):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        time.sleep(draw.uniform(0.1, 1))
-    start.wait_until(lambda: False)
-    return True
-
-
-def truncated_checkpoint(start: Start, draw: random.Random) -> bool:
-    """A file of the newest checkpoint, after a kill."""
-    return damage(start, draw, lambda data: data[: draw.randrange(len(data))])
-
-
-def flipped_bit(start: Start, draw: random.Random) -> bool:
-    """In a file of the newest checkpoint, after a kill."""
-
-    def flip(data: bytes) -> bytes:
-        at = draw.randrange(len(data))
-        return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :]
-
-    return damage(start, draw, flip)
-
-
-def clock_jumps(start: Start, draw: random.Random) -> bool:
-    """The start's clock jumps by hours from the beginning on (see `train`); it is killed too."""
-    return kill_in_a_step(start, draw)
-
-
-FAULTS = (
-    kill_in_start_up,
-    kill_in_a_step,
-    kill_in_a_save,
-    kill_in_a_restore,
-    kill_of_one_process,
-    stop_signal,
-    full_disk,
-    truncated_checkpoint,
-    flipped_bit,
-    clock_jumps,
-)
-
-
-def training(start: Start, draw: random.Random) -> bool:
-    """Waits for one of its first steps; False if it ended before."""
-    first = start.step()
-    begun = start.wait_until(lambda: start.step() > first)
-    time.sleep(draw.uniform(0, 0.5))
-    return begun and start.process.exitcode is None
-
-
-def killed(start: Start) -> bool:
-    there = start.process.exitcode is None
-    start.kill()
-    return there
-
-
-def damage(start: Start, draw: random.Random, change: Callable[[bytes], bytes]) -> bool:
-    """Kills it between an older checkpoint to go on from and the last one, and changes a file of the newest."""
-    if not start.wait_until(lambda: len(checkpoints(start.workdir)) > 1) or not killed(start):
-        return False
-    if complete(start.workdir):  # what it ended with is what is compared
-        return False
-    newest = checkpoints(start.workdir)[-1]
-    file = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
-    file.write_bytes(change(file.read_bytes()))
-    return True
 
 
 def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> None:
@@ -302,10 +122,12 @@ class Soak:
         while waiting and not complete(workdir):
             fault = self._draw.choice(waiting)
             seed = self._draw.randrange(1 << 30) if fault is clock_jumps else None
-            start = self._start(workdir, seed)
-            came = fault(start, self._draw)
-            start.process.join(LIMIT)
-            start.kill()
+            start = self._start(workdir, seed, ["--set=data.workers=1"] if fault is kill_of_a_data_worker else [])
+            try:
+                came = fault(start, self._draw)
+                start.process.join(LIMIT)
+            finally:
+                start.kill()
             took = time.monotonic() - start.begun
             how = f"{fault.__name__}{'' if came else ' (did not come about)'}"
             print(f"{workdir.name}: {how}, {took:.1f} s, step {start.step()}", file=sys.stderr)
@@ -317,8 +139,8 @@ class Soak:
         if not complete(workdir):
             self._finish(workdir)
 
-    def _start(self, workdir: Path, clock_seed: int | None = None) -> Start:
-        arguments = [f"--config={self._folder / 'config.py'}", f"--workdir={workdir}", *self._flags]
+    def _start(self, workdir: Path, clock_seed: int | None = None, flags: Sequence[str] = ()) -> Start:
+        arguments = [f"--config={self._folder / 'config.py'}", f"--workdir={workdir}", *self._flags, *flags]
         log = workdir.with_suffix(".log")
         log.unlink(missing_ok=True)
         resumes = bool(checkpoints(workdir))
@@ -358,11 +180,6 @@ def _start_server() -> None:
         os.environ["PYTHONPATH"] = before
 
 
-def complete(workdir: Path) -> bool:
-    """Whether the last step's checkpoint is there."""
-    return bool(there := checkpoints(workdir)) and there[-1].name == str(STEPS)
-
-
 def final_arrays(workdir: Path) -> dict[str, bytes]:
     """The arrays of the last checkpoint, as bytes."""
     from tpu_train.checkpoint import Checkpoints
@@ -378,14 +195,20 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    kinds = tuple(fault for fault in FAULTS if arguments.processes == 1 or fault is not clock_jumps)
+    alone = (clock_jumps, kill_of_a_data_worker)  # what they do is for one process
+    kinds = tuple(fault for fault in FAULTS if arguments.processes == 1 or fault not in alone)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         try:
             soak = Soak(Path(folder), [f"--processes={arguments.processes}"], arguments.seed)
         except Lost as lost:
             print(f"soak: {lost}", file=sys.stderr)
             return 1
-        soak.suffer(arguments.faults, kinds)
+        try:
+            soak.suffer(arguments.faults, kinds)
+        except KeyboardInterrupt:
+            print(f"stopped: {soak.tally.total()} of {arguments.faults} faults, seed {arguments.seed}")
     print(f"| {'fault':<22} | survived | lost | silent |\n|{'-' * 24}|---------:|-----:|-------:|")
     for fault in kinds:
         counts = [soak.tally[fault.__name__, outcome] for outcome in ("survived", "lost", "silent")]

@@ -166,7 +166,7 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("data.validation_fraction=0", "data.validation_fraction is 0.0; it must lie between 0 and 1"),
         ("data.validation_fraction=1", "data.validation_fraction is 1.0; it must lie between 0 and 1"),
         ("optim.accumulation_steps=3", "optim.accumulation_steps=3 does not divide data.batch_size=16"),
-        ("run.workdir=gs://bucket/run", "run.workdir=gs://bucket/run is not a folder of this machine"),
+        ("run.workdir=s3://bucket/run", "run.workdir=s3://bucket/run is neither a folder of this machine nor gs://"),
         ("optim.warmup_steps=101", "optim.warmup_steps=101 is more than run.steps=100"),
         ("optim.b1=1", "optim.b1 is 1.0; it must lie between 0 and 1"),
         ("optim.b2=-0.1", "optim.b2 is -0.1; it must lie between 0 and 1"),

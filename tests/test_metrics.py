@@ -117,7 +117,7 @@ def test_a_kill_while_rewriting_leaves_the_old_file(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(metrics.os, "replace", killed)
+    monkeypatch.setattr(metrics.paths.Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         MetricsWriter(tmp_path, resume_step=1)
     monkeypatch.undo()

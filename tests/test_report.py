@@ -317,3 +317,16 @@ def test_chart_of_a_run_without_a_finite_loss_says_so(tmp_path):
         writer.write(1, {"loss": math.nan})
     assert report.write_charts(tmp_path) == "no finite loss to draw"
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_tokens_of_a_mixtures_sources_are_those_of_the_step_they_stand_by(reporter_of, tmp_path, monkeypatch):
+    reporter = reporter_of(log_every=2)
+    # The other process has other rows; a third holds the same rows as this one.
+    others = lambda sources: [list(sources), [4, {"web": 1, "books": 2}], list(sources)]  # noqa: E731
+    monkeypatch.setattr(report.processes, "from_all", others)
+    for step in range(1, 5):
+        reporter.dispatched(step, values(), (0, {"web": 30 * step, "books": 10 * step}))
+    reporter.fetch()
+    reporter.log()
+    lines = [(line["step"], line["tokens_web"], line["tokens_books"]) for line in metrics.read(tmp_path)]
+    assert lines == [(1, 31, 12), (2, 61, 22), (4, 121, 42)]

@@ -296,9 +296,9 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(config_of, one_de
     events = []
     fetch = Reporter._fetch
 
-    def note_fetch(reporter, step, values):
+    def note_fetch(reporter, step, *values):
         events.append(f"fetch {step}")
-        fetch(reporter, step, values)
+        fetch(reporter, step, *values)
 
     def step(state, batch):
         events.append(f"dispatch {int(state.step) + 1}")

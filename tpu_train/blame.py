@@ -11,7 +11,7 @@ import jax
 import optax
 
 from tpu_train import config as config_lib
-from tpu_train import data, examine, metrics, precision, processes
+from tpu_train import data, examine, metrics, paths, precision, processes
 from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
@@ -29,7 +29,7 @@ from tpu_train.train_step import (
 
 def show(flag: dict[str, Any]) -> int:
     """Prints what of the step is not finite. Raises UserError where there is no such step or no way to it."""
-    workdir = Path(flag["workdir"])
+    workdir = paths.at(flag["workdir"])
     target = first_bad_step(workdir) if flag["step"] is None else flag["step"]
     if target < 1:
         raise UserError(f"--step={target} must be 1 or more")

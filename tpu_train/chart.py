@@ -5,6 +5,7 @@ of more points than the chart has columns keeps the first, last, lowest and high
 The same series always give the same picture.
 """
 
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,10 @@ class _Canvas:
         self._draw.circle((at[0] * SCALE, at[1] * SCALE), radius * SCALE, fill=colour)
 
     def save(self, path: Path) -> None:
-        self._image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path, format="PNG", optimize=True)
+        self._image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(
+            content := io.BytesIO(), format="PNG", optimize=True
+        )
+        path.write_bytes(content.getvalue())
 
 
 def _draw_series(canvas: _Canvas, runs: list[list[Point]], colour: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tpu_train import config as config_lib
-from tpu_train import metrics
+from tpu_train import metrics, paths
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import UserError
 
@@ -31,7 +31,7 @@ def show(first: str, second: str, limit: int) -> int:
 
     Raises UserError where there is nothing to compare.
     """
-    runs = Path(first), Path(second)
+    runs = paths.at(first), paths.at(second)
     for run in runs:
         if not (run / metrics.FILE_NAME).is_file() and not (run / "checkpoints").is_dir():
             raise UserError(f"{run} is no run: it has neither {metrics.FILE_NAME} nor checkpoints")

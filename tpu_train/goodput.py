@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from tpu_train import paths
 from tpu_train.metrics import format_duration
 from tpu_train.watchdog import START_FACTOR, WAITING_FACTOR, Watchdog
 
@@ -152,9 +153,11 @@ class Ledger:
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
         lines = _read(self._path)
-        with self._path.open("a+b") as file:
-            if file.tell() and self._path.read_bytes()[-1:] != b"\n":
-                file.write(b"\n")  # after a line that was cut short
+        self._remote = paths.open_to_append(self._path) if paths.is_remote(self._path) else None
+        if self._remote is None:
+            with self._path.open("a+b") as file:
+                if file.tell() and self._path.read_bytes()[-1:] != b"\n":
+                    file.write(b"\n")  # after a line that was cut short
         self.start = 1 + max((line["start"] for line in lines), default=0)
         self._from = step
         self.earlier, self.redone_steps = _sum(lines, step)
@@ -162,9 +165,19 @@ class Ledger:
     def write(self, step: int, seconds: dict[str, float]) -> None:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         line = json.dumps({"start": self.start, "from": self._from, "step": step, "seconds": rounded})
-        # Opened each time, since the folder may come back; a disk that refuses this line is no reason to stop.
-        with contextlib.suppress(OSError), self._path.open("a") as file:
-            file.write(line + "\n")
+        # A disk that refuses this line is no reason to stop.
+        with contextlib.suppress(OSError):
+            if self._remote is not None:
+                self._remote.write(f"{line}\n".encode())
+                return
+            with self._path.open("a") as file:  # each time, since the folder may come back
+                file.write(line + "\n")
+
+    def flush(self) -> None:
+        """What was written is where it belongs, unless a bucket refuses."""
+        with contextlib.suppress(OSError):
+            if self._remote is not None:
+                self._remote.flush()
 
     def goodput(self, seconds: dict[str, float]) -> float:
         """The share of steps that count in all time so far, with `seconds` of this start; from 0 to 1."""
@@ -209,7 +222,7 @@ def _sum(lines: list[dict[str, Any]], step: int) -> tuple[dict[str, float], int]
 def _read(path: Path) -> list[dict[str, Any]]:
     """Lines that are whole; a kill may have cut one short, and a figure of the past is not worth stopping a run for."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for text in path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
             ok = all(type(line[name]) is int for name in ("start", "from", "step"))

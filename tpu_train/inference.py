@@ -1,10 +1,9 @@
 """What a checkpoint is good for without its run: validation loss and text."""
 
-from pathlib import Path
 from typing import Any
 
 from tpu_train import config as config_lib
-from tpu_train import data, generate, precision, processes
+from tpu_train import data, generate, paths, precision, processes
 from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
@@ -47,7 +46,7 @@ def _load(flag: dict[str, Any]):
     The model is the moving average of the weights where the flag `ema` is set.
     """
     workdir, step, overrides = flag["workdir"], flag["step"], flag["set"]
-    if not (Path(workdir) / "checkpoints").is_dir():
+    if not (paths.at(workdir) / "checkpoints").is_dir():
         raise UserError(f"{workdir} has no checkpoints; give the --workdir of a run that has saved")
     with Checkpoints(workdir, keep_last=None) as checkpoints:
         step = checkpoints.find(step)

@@ -242,11 +242,13 @@ def _run(command: str, values: flags.FlagValues, argv: list[str]) -> int:
         if config.run.deterministic:  # XLA reads it once; on CPU and TPU it changes nothing
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
         _join()
-        from tpu_train import checkpoint, report, train
+        from tpu_train import checkpoint, data, processes, report, train
 
         try:
-            return train.train(config, START_TIME, profile_steps=traced, dump_hlo=flag["dump_hlo"])
-        except (report.RunFailed, checkpoint.SaveFailed) as error:
+            code = train.train(config, START_TIME, profile_steps=traced, dump_hlo=flag["dump_hlo"])
+            processes.leave()
+            return code
+        except (report.RunFailed, checkpoint.SaveFailed, data.WorkerDied) as error:
             return _fail(error, 1)
     if not flag["workdir"]:
         if not flag["config"]:

@@ -7,12 +7,12 @@ it are a view. Each line is flushed as it is written, so a killed run loses none
 import contextlib
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tpu_train import paths
 from tpu_train.config import UserError
 
 FILE_NAME = "metrics.jsonl"
@@ -24,15 +24,17 @@ class MetricsWriter:
     On opening, the lines of steps after `resume_step` go, since those steps run again; so does a last line that was cut
     short. Everything else stays byte for byte. A damaged line elsewhere raises UserError and nothing is changed.
 
-    Lines that a full or absent disk refuses wait until it takes them; TensorBoard does without them.
+    Lines that a full or absent disk refuses wait until it takes them; TensorBoard does without them. In a bucket there
+    is no TensorBoard, and lines are there within 10 s, or when `flush` is called.
     """
 
     def __init__(self, workdir: Path, resume_step: int) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / FILE_NAME
         _keep_up_to(path, resume_step)
-        self._file = path.open("ab", buffering=0)
+        self._file = paths.open_to_append(path)
         self._waiting, self._refused = b"", False
+        self._remote = paths.is_remote(workdir)
         self._tensorboard_dir = workdir / "tensorboard"
         self._resume_step = resume_step
         self._tensorboard: Any = None
@@ -47,20 +49,27 @@ class MetricsWriter:
         self._write_waiting()
         with contextlib.suppress(OSError):
             for name, number in numbers.items():
-                if number is not None and not self._waiting:
+                if number is not None and not self._waiting and not self._remote:
                     self._tensorboard_writer().add_scalar(name, number, step)
 
+    def flush(self) -> None:
+        """What was written is where it belongs, unless the disk or the bucket refuses."""
+        self._write_waiting(flush=True)
+
     def close(self) -> None:
-        self._write_waiting()
-        self._file.close()
+        self.flush()
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._tensorboard is not None:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
 
-    def _write_waiting(self) -> None:
+    def _write_waiting(self, flush: bool = False) -> None:
         try:
             while self._waiting:  # a disk that fills up takes a part
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
+            if flush:
+                self._file.flush()
             self._refused = False
         except OSError as error:
             if not self._refused:
@@ -168,9 +177,4 @@ def _keep_up_to(path: Path, last_step: int) -> None:
     kept = b"".join(line + b"\n" for line, record in _parse(path, content) if record["step"] <= last_step)
     if kept == content:
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    paths.write_whole(path, kept)

@@ -64,6 +64,12 @@ def join() -> None:
         )
 
 
+def leave() -> None:
+    """At the end of a run, with all others: what still waits for one of them, as Orbax may, ends with an error."""
+    if jax.process_count() > 1:
+        jax.distributed.shutdown()
+
+
 def _hide_stdout_from_libraries() -> None:
     """Gloo, which connects CPU devices, prints its connections to file 1; what Python prints goes on as before."""
     sys.stdout.flush()

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from tpu_train import chart, devices, goodput, metrics, stragglers
+from tpu_train import chart, devices, goodput, metrics, paths, processes, stragglers
 from tpu_train.config import Config
 from tpu_train.flops import train_flops_per_token
 
+Sources = tuple[int, dict[str, int]]  # see data.position.Batches.of_sources
 OF_EXPERTS = ("load_imbalance", "load_imbalance_worst", "balance_loss", "dropped_share")  # of models/balance.py
 
 
@@ -38,25 +39,28 @@ class Reporter:
         self.last_good = step or None  # the newest checkpoint
         self.skipped_in_row = 0  # since the start of this process; a float16 step that overflowed is not one
         self._config, self._start_time, self._clock = config, start_time, clock
-        workdir, speaks = Path(config.run.workdir), jax.process_index() == 0
+        workdir, speaks = paths.at(config.run.workdir), jax.process_index() == 0
         self._writer = metrics.MetricsWriter(workdir, step) if speaks else None
         self._ledger = goodput.Ledger(workdir, step) if speaks else None
         self._flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
         peak = devices.peak_flops(mesh.devices.flat[0].device_kind)
         self._peak_flops = None if peak is None else peak * mesh.devices.size
         self._first_step = step + 1
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
-        self._fetched: tuple[int, dict[str, float]] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], Sources | None] | None = None
+        self._fetched: tuple[int, dict[str, float], Sources | None] | None = None
         self._timed_from = 0.0
         self._timed_steps, self._timed_tokens = 0, 0.0
         self._step_seconds: float | None = None
         self._waited, self._data_before = 0.0, 0.0  # for the device, since the last line; for data, until then
         self._stragglers = stragglers.Stragglers(mesh) if jax.process_count() > 1 else None
 
-    def dispatched(self, step: int, values: dict[str, jax.Array]) -> None:
-        """Reports the step before this one and takes this one's metrics, without waiting for them."""
+    def dispatched(self, step: int, values: dict[str, jax.Array], sources: Sources | None = None) -> None:
+        """Reports the step before this one and takes this one's metrics, without waiting for them.
+
+        `sources` are the `of_sources` of a mixture's batches up to this step.
+        """
         self._clock.dispatched(values)
-        previous, self._pending = self._pending, (step, values)
+        previous, self._pending = self._pending, (step, values, sources)
         if previous is not None:
             self._fetch(*previous)
             self.log()
@@ -78,7 +82,7 @@ class Reporter:
         """Writes and prints the fetched step if it is one to log."""
         if self._fetched is None:
             return
-        (step, values), self._fetched = self._fetched, None
+        (step, values, sources), self._fetched = self._fetched, None
         last = self._config.run.steps
         validation_loss, self.validation_loss = self.validation_loss, None
         asked = step % self._config.run.log_every == 0 or step in (self._first_step, last)
@@ -88,6 +92,9 @@ class Reporter:
         line |= self._speed(step)
         line |= {name: values[name] for name in ("loss_scale", *OF_EXPERTS) if name in values}
         line["skipped"] = int(values["skipped"])
+        if sources is not None:
+            parts = dict(processes.from_all(sources))  # by rows: processes may hold the same
+            line |= {f"tokens_{name}": sum(tokens[name] for tokens in parts.values()) for name in sources[1]}
         self._clock.settle()
         if self._ledger is not None:
             line["goodput"] = round(self._ledger.goodput(self._clock.seconds), 4)
@@ -98,6 +105,8 @@ class Reporter:
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
+        if step == self.last_good:
+            self._flush()
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
@@ -127,12 +136,19 @@ class Reporter:
         if self._ledger is not None and self._first_step <= self._config.run.steps:
             say(f"time: {self._ledger.summary(self._clock.seconds)}")
 
+    def _flush(self) -> None:
+        """A start from a checkpoint does not write the lines up to it again."""
+        for file in (self._writer, self._ledger):
+            if file is not None:
+                file.flush()
+
     def close(self) -> None:
         """Closes the files."""
+        self._flush()
         if self._writer is not None:
             self._writer.close()
 
-    def _fetch(self, step: int, on_device: dict[str, jax.Array]) -> None:
+    def _fetch(self, step: int, on_device: dict[str, jax.Array], sources: Sources | None) -> None:
         began = time.monotonic()
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
         now = time.monotonic()
@@ -143,7 +159,7 @@ class Reporter:
         else:
             self._timed_steps += 1
             self._timed_tokens += values["tokens"]
-        self._fetched = (step, values)
+        self._fetched = (step, values, sources)
         self._count_skipped(step, values)
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:

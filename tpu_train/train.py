@@ -6,7 +6,7 @@ between host and device is explicit.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_train import checkpoint, data, devices, generate, goodput, precision, processes, profiling, stages, watchdog
+from tpu_train import (
+    checkpoint,
+    data,
+    devices,
+    generate,
+    goodput,
+    paths,
+    precision,
+    processes,
+    profiling,
+    stages,
+    watchdog,
+)
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train.config import Config, UserError
@@ -40,7 +52,9 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
     `start_time` is `time.monotonic()` at the start of the command. Ctrl-C and SIGTERM save and give 128 + the signal.
     `profile_steps` are traced and `dump_hlo` writes the step's program down: see profiling.py.
     """
-    workdir = Path(config.run.workdir)
+    workdir = paths.at(config.run.workdir)
+    if paths.is_remote(workdir) and (dump_hlo or profile_steps is not None):
+        raise UserError(f"--dump_hlo and --profile_steps write into a folder of this machine, and {workdir} is none")
     watch = watchdog.Watchdog(config.run.hang_seconds, processes.name())
     clock = goodput.Clock(start_time, watch, shared=jax.process_count() > 1)
     mesh = mesh_lib.make_mesh(config.mesh)
@@ -70,7 +84,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
         run = Run(
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
-            checkpoint.Saver(checkpoints, config.checkpoint),
+            (checkpoint.SharedSaver if jax.process_count() > 1 else checkpoint.Saver)(checkpoints, config.checkpoint),
             stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
             stop,
             clock,
@@ -108,7 +122,7 @@ class Run:
     mesh: jax.sharding.Mesh
     train_step: Callable
     eval_step: Callable
-    batches: Iterator[dict[str, Any]]
+    batches: Any  # of data.train_batches
     validation: Any
     saver: checkpoint.Saver
     reporter: Reporter
@@ -126,7 +140,7 @@ class Run:
             self.clock.enter("step")
             with jax.transfer_guard("disallow"), self.profiler.step(step):
                 state, values = self.train_step(state, batch)
-            self.reporter.dispatched(step, values)
+            self.reporter.dispatched(step, values, self.batches.of_sources if self.config.data.mixture else None)
             self.profiler.end(step, self.reporter, self.clock)
             asked = self.stop.ask(self.saver.asks())
             stopping = self.stop.agreed is not None
@@ -141,7 +155,7 @@ class Run:
                     if evaluating:
                         self.clock.enter("eval")
                         loss = self.reporter.validation_loss = self._evaluate(state)
-                    if saving or (not self.reporter.skipped_in_row and self.saver.checkpoints.is_best(loss)):
+                    if saving or (not self.reporter.skipped_in_row and self.saver.is_best(loss)):
                         self._save(step, state, loss)
                 self.clock.enter("other")
                 self.reporter.log()
@@ -201,7 +215,8 @@ def first_state(config: Config, compute: precision.Compute) -> TrainState:
     """The state before the first step: fresh, or with the weights that run.init_from names."""
     if not config.run.init_from:
         return init_state(config, compute)
-    model, line = checkpoint.initial_model(config.run.init_from, abstract_state(config, compute).model)
+    abstract = abstract_state(config, compute).model
+    model, line = checkpoint.initial_model(config.run.init_from, abstract, config.run.init_from_ema)
     say(line)
     return with_features(dataclasses.replace(init_state(config, compute), model=model, average=None), config)
 

@@ -10,7 +10,7 @@ import pytest
 from tpu_train import precision
 from tpu_train.checkpoint import Checkpoints, initial_model, refuse_other_run
 from tpu_train.checkpoint.restore import to_flat
-from tpu_train.config import Config, UserError, apply_override
+from tpu_train.config import Config, UserError, apply_override, check
 from tpu_train.train_step import abstract_state
 
 CPU = precision.Compute(jnp.dtype("float32"), "xla", "cpu")
@@ -60,6 +60,29 @@ def test_another_dtype_is_cast_and_said(tiny, saved):
     for name, x in to_flat(got).items():
         assert x.dtype == jnp.float32
         np.testing.assert_array_equal(x, arrays(model)[name].astype(np.float32), err_msg=name)
+
+
+def test_the_moving_average_is_taken_where_it_is_asked_for(tiny, tmp_path, batches, fresh_state):
+    config = tiny("optim.ema_decay=0.9")
+    state = fresh_state(config, CPU)
+    state = dataclasses.replace(state, average=jax.tree.map(lambda x: x + 1, state.model))
+    with Checkpoints(tmp_path / "first", keep_last=1) as checkpoints:
+        checkpoints.save(3, state, batches, config)
+    abstract = abstract_state(config, CPU).model
+    for ema, wanted in ((True, state.average), (False, state.model)):
+        got, line = initial_model(f"{tmp_path}/first", abstract, ema)
+        assert ("the moving average at step 3" in line) == ema
+        assert arrays(got).keys() == arrays(wanted).keys()
+        for name, x in arrays(wanted).items():
+            np.testing.assert_array_equal(to_flat(got)[name], x, err_msg=name)
+
+
+def test_a_source_without_a_moving_average_is_refused(tiny, saved):
+    workdir, _ = saved(tiny())
+    with pytest.raises(UserError, match=r"first/checkpoints/3 has no moving average \(optim\.ema_decay was none\)"):
+        initial_model(str(workdir), abstract_state(tiny(), CPU).model, ema=True)
+    with pytest.raises(UserError, match=r"run\.init_from_ema is set, but run\.init_from names no run; set run\.init"):
+        check(apply_override(Config(), "run.init_from_ema=true"))
 
 
 def test_every_array_that_does_not_fit_is_named(tiny, saved):

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -179,18 +180,47 @@ manifest.write = refuse
 def test_a_background_save_that_fails_in_one_process_ends_the_run_at_once_with_the_reason(made, cache, tmp_path):
     refusing = tmp_path / "refusing.py"
     refusing.write_text(REFUSING.format(real=str(made[1])))
-    child = Child(refusing, tmp_path / "run", cache, "--processes=2", "--set=run.steps=100000")
+    flags = ("--processes=2", "--set=run.steps=100000", "--set=checkpoint.retry_minutes=0")
+    child = Child(refusing, tmp_path / "run", cache, *flags)
     child.read_to_step(20)
     began = time.monotonic()
     assert child.finish() == 1
     assert time.monotonic() - began < 60
     folder = tmp_path / "run" / "checkpoints"
-    reason = f"tpu-train: saving step 20 in {folder} failed: [Errno 28] No space left on device; kept: no checkpoint"
-    assert child.err.splitlines() == [
-        reason,
-        "tpu-train: process 0 of 2 failed with exit code 1; the others were stopped",
-    ]
+    reason = (
+        f"tpu-train: process 0 of 2: saving step 20 in {folder} failed: [Errno 28] No space left on device; kept: no "
+        "checkpoint"
+    )
+    assert set(child.err.splitlines()[:-1]) == {reason}  # said by each
+    assert re.fullmatch(r"tpu-train: process . of 2 failed with exit code 1; the others were stopped", last(child.err))
     assert saved_steps(tmp_path / "run") == []
+
+
+def last(text):
+    return text.splitlines()[-1]
+
+
+def test_a_full_disk_of_one_process_is_tried_again_by_both(start, whole, tmp_path):
+    """Files of that process can't grow past 40 kB, as on a full disk, from step 5 until two saves were refused."""
+    workdir = tmp_path / "run"
+    child = start()
+    child.read_to_step(5)
+    pids = subprocess.run(["pgrep", "-P", str(child.process.pid)], capture_output=True, text=True, check=True)
+    full = next(pid for pid in map(int, pids.stdout.split()) if place_of(pid) == "1")
+    resource.prlimit(full, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+    child.read_to_step(45)
+    resource.prlimit(full, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert child.finish() == 0, child.err
+    said = [line for line in child.err.splitlines() if line.startswith("tpu-train: ")]  # TensorStore says more
+    assert said[0] == (
+        f"tpu-train: process 1 of 2: saving step 20 in {workdir}/checkpoints failed: [Errno 27] File too large; "
+        "kept: no checkpoint; training goes on, next try in 1 s, giving up after 10 min"
+    )
+    assert said[-1] == "tpu-train: saving works again"
+    assert saved_steps(workdir)[-1] == STEPS
+    assert losses(workdir) == losses(whole[1])
+    for got, want in zip(last_arrays(workdir), last_arrays(whole[1]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def last_arrays(workdir):

@@ -2,7 +2,7 @@
 
 store.py has the checkpoints of one workdir; manifest.py what makes one good; policies.py which are kept; restore.py how
 arrays and data positions come back; init_from.py a new run's first weights; saver.py when a run saves, and what it does
-when its storage fails.
+when its storage fails; shared_saver.py how several processes do that.
 """
 
 from tpu_train.checkpoint.errors import SaveFailed
@@ -10,6 +10,7 @@ from tpu_train.checkpoint.init_from import initial_model
 from tpu_train.checkpoint.manifest import PARTS
 from tpu_train.checkpoint.restore import refuse_other_run
 from tpu_train.checkpoint.saver import SAVE, Saver
+from tpu_train.checkpoint.shared_saver import SharedSaver
 from tpu_train.checkpoint.store import Checkpoints
 
-__all__ = ["PARTS", "SAVE", "Checkpoints", "SaveFailed", "Saver", "initial_model", "refuse_other_run"]
+__all__ = ["PARTS", "SAVE", "Checkpoints", "SaveFailed", "Saver", "SharedSaver", "initial_model", "refuse_other_run"]

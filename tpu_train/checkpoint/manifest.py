@@ -6,13 +6,13 @@ against somebody who writes a new manifest too.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tpu_train import paths
 from tpu_train.config import UserError
 
 PARTS = ("state", "data", "config")
@@ -29,10 +29,7 @@ def write(folder: Path, validation_loss: float | None) -> None:
     """Writes FOLDER/manifest.json over all files that are there, to disk and not only to its cache."""
     files = {name: [size, checksum] for name, size, checksum in map(_measure(folder), sorted(_names(folder)))}
     content = {"format": FORMAT, "validation_loss": validation_loss, "files": files}
-    with (folder / FILE_NAME).open("w") as file:
-        file.write(json.dumps(content | {"checksum": _checksum(content)}))
-        file.flush()
-        os.fsync(file.fileno())
+    paths.write_whole(folder / FILE_NAME, json.dumps(content | {"checksum": _checksum(content)}).encode())
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -61,7 +58,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{folder} is of format {version}, this version reads formats up to {FORMAT}; take a newer one")
     for name, size in sizes.items():
         try:
-            there = (folder / name).stat().st_size
+            there = paths.size_of(folder / name)
         except (OSError, ValueError):
             raise Damaged(f"{name} is missing") from None
         if there != size:
@@ -115,6 +112,6 @@ def _has_a_format(folder: Path) -> bool:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        if path.is_file() and path.name != FILE_NAME:
+    for path in paths.files_in(folder):
+        if path.name != FILE_NAME:
             yield path.relative_to(folder).as_posix()

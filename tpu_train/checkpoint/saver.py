@@ -1,8 +1,8 @@
 """When a run saves, and how it goes on after a save that its storage refused.
 
 A disk that is full, read-only or gone may come back: the run keeps training and tries again, each time with the state
-it has by then, waiting twice as long as before, for checkpoint.retry_minutes. Any other error stops it at once, and so
-does every error in a run of several processes, since those that did not fail wait for the one that did.
+it has by then, waiting twice as long as before, for checkpoint.retry_minutes. Any other error stops it at once. What
+several processes do besides is in shared_saver.py.
 """
 
 import time
@@ -45,7 +45,7 @@ class Saver:
             if self.checkpoints.poll():
                 self._worked()
         except SaveFailed as failed:
-            self._note(failed)
+            self._note(failed, self._is_over())
         if self._failing_since is not None:
             return not self.checkpoints.is_saving and time.monotonic() >= self._next_try
         every = self._config.every_steps
@@ -57,11 +57,15 @@ class Saver:
         try:
             self.checkpoints.save(step, state, data, config, validation_loss)
         except SaveFailed as failed:
-            self._note(failed)
+            self._note(failed, self._is_over())
             return False
         if not self.checkpoints.is_saving:  # it is there already
             self._worked()
         return True
+
+    def is_best(self, validation_loss: float | None) -> bool:
+        """Whether a checkpoint of this validation loss would be kept for it."""
+        return self.checkpoints.is_best(validation_loss)
 
     def finish(self, save: Callable[[], Any]) -> None:
         """Blocks until the save under way is complete; `save` starts it again if it fails. Raises like `due`."""
@@ -74,21 +78,26 @@ class Saver:
                 self.checkpoints.wait()
                 self._worked()
             except SaveFailed as failed:
-                self._note(failed)
+                self._note(failed, self._is_over())
 
     def _worked(self) -> None:
         if self._failing_since is not None:
             warn("saving works again")
             self._failing_since, self._wait = None, _FIRST_WAIT
 
-    def _note(self, failed: SaveFailed) -> None:
+    def _is_over(self) -> bool:
+        """Whether it was tried for long enough."""
+        began = self._failing_since
+        return began is not None and time.monotonic() - began >= self._config.retry_minutes * 60
+
+    def _note(self, failed: SaveFailed, over: bool) -> None:
         """Raises `failed` unless it is to be tried again."""
         now, minutes = time.monotonic(), self._config.retry_minutes
-        if not failed.by_storage or not minutes or jax.process_count() > 1:
+        if not failed.by_storage or not minutes:
             raise failed
         if self._failing_since is None:
             self._failing_since = now
-        if now - self._failing_since >= minutes * 60:
+        if over:
             raise SaveFailed(f"{failed}; gave up after trying for {minutes:g} min", by_storage=True) from failed
         warn(f"{failed}; training goes on, next try in {self._wait:g} s, giving up after {minutes:g} min")
         self._next_try = now + self._wait

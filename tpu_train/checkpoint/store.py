@@ -20,7 +20,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from tpu_train import config as config_lib
-from tpu_train import processes
+from tpu_train import paths, processes
 from tpu_train.checkpoint import manifest
 from tpu_train.checkpoint.errors import SaveFailed, is_of_storage, reason_of, warn
 from tpu_train.checkpoint.policies import Kept
@@ -41,7 +41,8 @@ class Checkpoints:
 
     def __init__(self, workdir: str | Path, keep_last: int | None, keep_every: int = 0, keep_best: int = 0):
         # Orbax takes a relative path only to fail late.
-        self.directory = Path(workdir).absolute() / "checkpoints"
+        self.directory = paths.absolute(paths.at(workdir)) / "checkpoints"
+        self._remote = paths.is_remote(self.directory)  # then a step's folder has its name from the beginning
         if keep_last is not None:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -55,10 +56,9 @@ class Checkpoints:
         self._kept = Kept(keep_last, keep_every, keep_best)
         self._pending: tuple[int, Future] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
-        if keep_last is not None and jax.process_index() == 0:
-            for folder in self.directory.iterdir():
-                if re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name):
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._given_up = 0  # saves
+        if keep_last is not None:
+            self._remove_halves()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -142,13 +142,16 @@ class Checkpoints:
         checkpointables = {"state": arrays, "data": data, "config": config_lib.to_dict(config)}
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         with self._save_errors(step):
-            if not self.directory.is_dir():  # Orbax would make it again, where a disk may have been mounted before
+            # Orbax would make it again, where a disk may have been mounted before; and wait for who does not come.
+            if not all(processes.from_all(self._remote or self.directory.is_dir())):
                 raise FileNotFoundError(errno.ENOENT, "the folder is gone")
-            folder = self.directory / f"{step}{_UNFINISHED}"
+            if self._given_up:
+                self._remove_halves()  # that were still being written when they were given up
+            folder = self.directory / (str(step) if self._remote else f"{step}{_UNFINISHED}{self._given_up or ''}")
             saving = ocp.save_checkpointables_async(
                 folder, checkpointables, overwrite=True, custom_metadata={"format": manifest.FORMAT}
             )
-            self._pending = step, self._background.submit(self._complete, step, saving, loss)
+            self._pending = step, self._background.submit(self._complete, step, folder, saving, loss, self._given_up)
 
     def wait(self) -> None:
         """Blocks until the pending save is complete. Raises SaveFailed if it failed."""
@@ -164,22 +167,47 @@ class Checkpoints:
         self.wait()
         return True
 
-    def _complete(self, step: int, saving: Any, validation_loss: float | None) -> None:
+    def give_up(self) -> None:
+        """All processes: none waits for the save under way any more, and process 0's view is everybody's again."""
+        self._pending = None
+        self._given_up += 1
+        self._background.shutdown(wait=False)  # it may wait for a process that failed
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        steps, losses = processes.from_all([sorted(self._steps), sorted(self._losses.items())])[0]
+        self._steps, self._losses = set(steps), dict(losses)
+        self._remove_halves()
+
+    def _remove_halves(self) -> None:
+        """Process 0: what is half written would keep a full disk full."""
+        there = jax.process_index() == 0 and self.directory.is_dir()
+        for folder in self.directory.iterdir() if there else ():
+            unfinished = re.fullmatch(rf"\d+({re.escape(_UNFINISHED)}|\.orbax-checkpoint-tmp).*", folder.name)
+            if unfinished or self._is_remote_half(folder):
+                paths.remove_folder(folder)
+
+    def _is_remote_half(self, folder: Any) -> bool:
+        """Where folders can't be renamed, one without a manifest was never finished: none is older than manifests."""
+        return self._remote and folder.name.isdecimal() and not (folder / manifest.FILE_NAME).exists()
+
+    def _complete(self, step: int, unfinished: Any, saving: Any, validation_loss: float | None, given_up: int) -> None:
         """In the background: waits for all processes' files, then process 0 gives the folder its manifest and its name.
 
         Only then do old ones go.
         """
         saving.result()
-        folder, unfinished = self.directory / str(step), self.directory / f"{step}{_UNFINISHED}"
+        if given_up != self._given_up:
+            return
+        folder = self.directory / str(step)
         losses = self._losses | ({} if validation_loss is None else {step: validation_loss})
         kept = self._kept.of(self._steps | {step}, losses)
         if jax.process_index() == 0:
             manifest.write(unfinished, validation_loss)
-            if folder.is_dir():  # damaged
-                shutil.rmtree(folder)
-            unfinished.rename(folder)
+            if unfinished != folder:
+                if folder.is_dir():  # damaged
+                    shutil.rmtree(folder)
+                unfinished.rename(folder)
             for old in self._steps - kept:  # one that stays for now goes after the next start
-                shutil.rmtree(self.directory / str(old), ignore_errors=True)
+                paths.remove_folder(self.directory / str(old))
         self._steps, self._losses = kept, {step: loss for step, loss in losses.items() if step in kept}
         self._verified.add(step)
         self.damaged.pop(step, None)
@@ -225,7 +253,7 @@ class Checkpoints:
         seen: dict[str, Any] = {}  # name: how it is damaged, or the validation loss as [loss]
         if jax.process_index() == 0 and self.directory.is_dir():
             for folder in self.directory.iterdir():
-                if not (folder.name.isdecimal() and folder.is_dir()):
+                if not (folder.name.isdecimal() and folder.is_dir()) or self._is_remote_half(folder):
                     continue
                 try:
                     seen[folder.name] = [(manifest.read(folder) or {}).get("validation_loss")]
@@ -263,9 +291,7 @@ class Checkpoints:
             yield
         except Exception as error:
             if jax.process_count() == 1:
-                # What is half written would keep a full disk full.
-                for half in self.directory.glob(f"{step}{_UNFINISHED}*"):
-                    shutil.rmtree(half, ignore_errors=True)
+                self._remove_halves()
             raise SaveFailed(
                 f"saving step {step} in {self.directory} failed: {reason_of(error)}; {self.kept()}",
                 by_storage=is_of_storage(error),

@@ -6,7 +6,16 @@ import re
 import typing
 from typing import Literal
 
-from tpu_train.config.fields import Config, DataConfig, ModelConfig, SourceName, UserError, points_of, weight_at
+from tpu_train.config.fields import (
+    Config,
+    DataConfig,
+    MixtureSource,
+    ModelConfig,
+    SourceName,
+    UserError,
+    points_of,
+    weight_at,
+)
 from tpu_train.config.overrides import flatten, parse
 
 
@@ -25,9 +34,11 @@ def check(config: Config) -> None:
     _check_experts(config.model)
     _check_data(config)
     _check_optim(config)
-    if "://" in config.run.workdir:
+    if config.run.init_from_ema and not config.run.init_from:
+        raise UserError("run.init_from_ema is set, but run.init_from names no run; set run.init_from=WORKDIR[@STEP]")
+    if "://" in config.run.workdir and not re.fullmatch(r"gs://[^/]+/.*[^/].*", config.run.workdir):
         raise UserError(
-            f"run.workdir={config.run.workdir} is not a folder of this machine; give a local or a mounted one"
+            f"run.workdir={config.run.workdir} is neither a folder of this machine nor gs://BUCKET/FOLDER; give one"
         )
 
 
@@ -99,6 +110,7 @@ def _check_data(config: Config) -> None:
         )
     if data.prompt_key and data.source not in _WITH_KEYS:
         raise UserError(f"data.prompt_key is set, but data.source={data.source} has no fields; jsonl and parquet have")
+    _check_messages(data)
     if {source.source for source in data.mixture or (data,)} == {"tokens"}:
         for name, unset in (("cache", ""), ("on_corrupt", "stop")):
             if getattr(data, name) != unset:
@@ -112,9 +124,32 @@ def _check_data(config: Config) -> None:
 _WITH_KEYS = ("jsonl", "parquet")
 
 
+def _check_messages(data: DataConfig) -> None:
+    sources: list[tuple[str, DataConfig | MixtureSource]] = [("data.", data)]
+    if data.mixture:
+        sources = [(f"data.mixture source {mixed.name!r}: ", mixed) for mixed in data.mixture]
+    for where, source in sources:
+        if not source.messages_key:
+            continue
+        if source.source != "jsonl":
+            raise UserError(f"{where}messages_key is set, but source={source.source}; only jsonl has messages")
+        for name in ("text_key", "prompt_key"):
+            if getattr(source, name) != getattr(DataConfig(), name):
+                raise UserError(f"{where}{name} is set beside messages_key, which takes its place; leave one out")
+    if [data.message_template.count(part) for part in ("{role}", "{content}")] != [1, 1] or (
+        data.message_template.find("{role}") > data.message_template.find("{content}")
+    ):
+        raise UserError(
+            f"data.message_template={data.message_template!r} must have {{role}} once, and after it {{content}} once"
+        )
+    template = DataConfig().message_template
+    if data.message_template != template and not any(source.messages_key for _, source in sources):
+        raise UserError("data.message_template is set, but no messages_key; set data.messages_key")
+
+
 def _check_mixture(data: DataConfig) -> None:
     default = DataConfig()
-    for name in ("source", "paths", "text_key", "prompt_key"):
+    for name in ("source", "paths", "text_key", "prompt_key", "messages_key"):
         if getattr(data, name) != getattr(default, name):
             raise UserError(f"data.{name} is set beside data.mixture, whose sources have their own; leave one out")
     names = [source.name for source in data.mixture]

@@ -85,6 +85,7 @@ class MixtureSource:
     weight: float | tuple[tuple[int, float], ...] = 1.0
     text_key: str = "text"
     prompt_key: str = ""
+    messages_key: str = ""
 
 
 def points_of(source: MixtureSource) -> tuple[tuple[int, float], ...]:
@@ -108,6 +109,10 @@ class DataConfig:
     paths: tuple[str, ...] = ()  # files or globs; none for python_stdlib
     text_key: str = "text"  # the field of a JSONL line, or column of a Parquet file, that holds the text
     prompt_key: str = ""  # the field that stands before the text and is not trained on; empty: none
+    # The field of a JSONL line that holds a conversation, [{"role": ..., "content": ...}, ...], in place of a text.
+    # Each message is the template filled in, and only what assistants say is trained on; see data/records.py.
+    messages_key: str = ""
+    message_template: str = "<|{role}|>\n{content}\n"
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
     seq_len: int = 256
     batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches
@@ -175,6 +180,7 @@ class CheckpointConfig:
 class RunConfig:
     workdir: str = ""  # empty: runs/<name of the config file>
     init_from: str = ""  # another run's workdir, or WORKDIR@STEP: its weights are this run's first, nothing else of it
+    init_from_ema: bool = False  # the moving average that it kept of them (optim.ema_decay), in their place
     steps: int = 100
     seed: int = 0  # initial weights and sampling
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.

@@ -1,10 +1,11 @@
 """The token cache: every shard is tokenized once, into a folder, and read as memory-mapped tokens from then on.
 
 FOLDER/<recipe>/ holds, for each shard, `.bin` (a token file), `.documents` (int64 [n, 3]: first id, number of ids
-without the end-of-document id, twice the prompt's ids plus whether the document ends), `.blocks` (uint32 CRCs of these
-two, by 64 KiB) and, written last, `.json`: what the shard was, counts and sizes. A recipe is all that decides what the
-tokens are, apart from the shards: the tokenizer, the keys, how text is cut. So a build that was killed goes on with
-the first shard that has no `.json`, and new shards join those that are there.
+without the end-of-document id, twice the number that is not trained on plus whether the document ends), of
+conversations `.trained` (a byte for each id, 1 where it is trained on; elsewhere what is not comes first), `.blocks`
+(uint32 CRCs of these, by 64 KiB) and, written last, `.json`: what the shard was, counts and sizes. A recipe is all that
+decides what the tokens are, apart from the shards: the tokenizer, the keys, how text is cut. So a build that was killed
+goes on with the first shard that has no `.json`, and new shards join those that are there.
 
 Processes that share a folder build in turns, under a lock. Where a file system has none they would all do the same
 work, and no harm: files appear by a rename, whole, and are the same whoever wrote them.
@@ -37,7 +38,6 @@ VERSION = 1
 BLOCK = 1 << 16  # bytes
 _SAID = 10  # documents of a shard that are named
 SAY_EVERY = 30.0  # seconds, in the middle of a shard
-PARTS = ("bin", "documents", "blocks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Manifest:
     changed: int
     documents: int
     tokens: int
-    untrained: int  # ids of prompts
+    untrained: int  # ids not trained on
     longest: int  # ids of a document
     lost: int  # documents that could not be read
     damage: str  # why the rest of the shard is missing, or nothing
@@ -62,10 +62,12 @@ class Cache:
     """The folder of one recipe."""
 
     def __init__(self, folder: str, kind: Kind, tokenizer: Tokenizer, tokenizer_content: bytes, skip: bool):
-        recipe = json.dumps([VERSION, *kind, tokenizer.vocab_size, tokenizer.eod_id, skip])
+        of_messages = (kind.messages_key, kind.template) if kind.messages_key else ()
+        recipe = json.dumps([VERSION, *kind[:4], *of_messages, tokenizer.vocab_size, tokenizer.eod_id, skip])
         digest = hashlib.sha256(recipe.encode() + tokenizer_content).hexdigest()[:16]
         self.folder = Path(folder).expanduser().absolute() / digest
         self.kind, self.tokenizer, self._skip = kind, tokenizer, skip
+        self._parts = ("bin", "documents", *(("trained",) if of_messages else ()), "blocks")
 
     def stem(self, shard: str) -> Path:
         """The path of a shard's files, without what tells them apart."""
@@ -126,7 +128,7 @@ class Cache:
         stem = self.stem(shard)
         status = os.stat(shard)
         with contextlib.ExitStack() as stack:
-            parts = {name: stack.enter_context(_unfinished(stem, name).open("wb")) for name in PARTS}
+            parts = {name: stack.enter_context(_unfinished(stem, name).open("wb")) for name in self._parts}
             writer = _Writer(parts, self.tokenizer)
             lost, damage = 0, ""
             said = time.monotonic()
@@ -157,7 +159,7 @@ class Cache:
             bytes=sizes,
             content=content,
         )
-        for name in PARTS:
+        for name in self._parts:
             _unfinished(stem, name).replace(_path(stem, name))
         write_manifest(stem, manifest)
         return manifest
@@ -174,7 +176,7 @@ class _Writer:
     def __init__(self, parts: Mapping[str, IO[bytes]], tokenizer: Tokenizer):
         self._parts, self._tokenizer = parts, tokenizer
         self._dtype = id_dtype(tokenizer.vocab_size)
-        self._sums = {"bin": BlockSums(), "documents": BlockSums()}
+        self._sums = {name: BlockSums() for name in parts if name != "blocks"}
         self._parts["bin"].write(header(tokenizer.vocab_size, tokenizer.eod_id, 0))
         self.documents = self.tokens = self.untrained = self.longest = 0
 
@@ -189,6 +191,8 @@ class _Writer:
         self._write("bin", ids.tobytes())
         documents = np.stack([starts[:-1], chunk.lengths, chunk.flags], axis=1).astype("<i8")
         self._write("documents", documents.tobytes())
+        if "trained" in self._parts:
+            self._write("trained", chunk.trained.tobytes())
         self.documents += count
         self.tokens += len(ids)
         self.untrained += int((chunk.flags >> 1).sum())
@@ -200,7 +204,7 @@ class _Writer:
 
     def finish(self) -> tuple[dict[str, int], str]:
         """(bytes of the parts, the checksum of all)."""
-        blocks = np.concatenate([self._sums["bin"].finish(), self._sums["documents"].finish()]).tobytes()
+        blocks = np.concatenate([sums.finish() for sums in self._sums.values()]).tobytes()
         self._parts["blocks"].write(blocks)
         self._parts["bin"].seek(0)
         self._parts["bin"].write(header(self._tokenizer.vocab_size, self._tokenizer.eod_id, self.tokens))

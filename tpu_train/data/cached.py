@@ -45,7 +45,7 @@ class CachedSource:
         shard, (start, count, flags) = self._locate(index)
         ids = shard.ids.read(int(start), int(start + count))
         check_ids(ids, self._vocab_size, shard.ids.path)
-        return example(ids, self._eod, bool(flags & 1), int(flags >> 1))
+        return example(ids, self._eod, bool(flags & 1), shard.trained_on(int(start), int(count), int(flags)))
 
 
 class _Shard:
@@ -55,7 +55,19 @@ class _Shard:
         dtype = id_dtype(vocab_size)
         cut = -(-manifest.tokens * dtype.itemsize // BLOCK)
         self.ids = _Checked(name + "bin", HEADER_BYTES, (manifest.tokens,), dtype, sums[:cut])
-        self.documents = _Checked(name + "documents", 0, (manifest.documents, 3), np.dtype("<i8"), sums[cut:])
+        after = cut + -(-manifest.documents * 24 // BLOCK)
+        self.documents = _Checked(name + "documents", 0, (manifest.documents, 3), np.dtype("<i8"), sums[cut:after])
+        self._trained: _Checked | None = None
+        if "trained" in manifest.bytes:
+            self._trained = _Checked(name + "trained", 0, (manifest.tokens,), np.dtype(np.uint8), sums[after:])
+
+    def trained_on(self, start: int, count: int, flags: int) -> np.ndarray | None:
+        """Which ids of a document are, and what ends it; None: all."""
+        if not flags >> 1:
+            return None
+        if self._trained is not None:
+            return self._trained.read(start, start + count + (flags & 1))
+        return np.arange(count + 1) >= flags >> 1
 
 
 class _Checked:

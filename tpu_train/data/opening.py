@@ -2,7 +2,8 @@
 
 python_stdlib  The .py files of the running interpreter's standard library, without tests, idlelib, site-packages.
 text           Each file is a document.
-jsonl          Each line is a document: an object whose `text_key` holds the text, after that under `prompt_key`.
+jsonl          Each line is a document: an object whose `text_key` holds the text, after that under `prompt_key`; or
+               whose `messages_key` holds a conversation.
 parquet        Each row is a document, in the columns `text_key` and `prompt_key`.
 array_record   Each record is a document: UTF-8 text, nothing else (a record of JSON is read as text too).
 tokens         .bin or .npy of token_files. If the header has an eod id, documents are split there. If not, an array
@@ -18,6 +19,7 @@ from pathlib import Path
 from tpu_train.config import DataConfig, MixtureSource, UserError
 from tpu_train.data.cache import Cache
 from tpu_train.data.cached import CachedSource
+from tpu_train.data.records import Fields
 from tpu_train.data.shards import COMPRESSED, Kind, piece_size
 from tpu_train.data.sources import Source, TextSource, TokenSource
 from tpu_train.data.texts import ArrayRecords, JsonLines, TextFiles, Texts, expand, names, stdlib_files
@@ -40,6 +42,7 @@ def _alone(config: DataConfig, mixed: MixtureSource) -> DataConfig:
         paths=mixed.paths,
         text_key=mixed.text_key,
         prompt_key=mixed.prompt_key,
+        messages_key=mixed.messages_key,
     )
 
 
@@ -61,7 +64,9 @@ def open_source(config: DataConfig, vocab_size: int) -> Source:
         raise UserError(f"{unordered} can only be read from front to back; set data.cache to a folder for its tokens")
     texts: Texts
     if config.source == "jsonl":
-        texts = JsonLines(paths, config.text_key, config.prompt_key)
+        texts = JsonLines(
+            paths, Fields(config.text_key, config.prompt_key, config.messages_key, config.message_template)
+        )
     elif config.source == "array_record":
         texts = ArrayRecords(paths)
     else:
@@ -78,6 +83,8 @@ def _cached(config: DataConfig, paths: list[str], tokenizer: Tokenizer) -> Sourc
         config.text_key if config.source in ("jsonl", "parquet") else "",
         config.prompt_key,
         piece_size(config.seq_len) if whole_files else 0,
+        config.messages_key,
+        config.message_template if config.messages_key else "",
     )
     cache = Cache(config.cache, kind, tokenizer, tokenizer_content(config), config.on_corrupt == "skip")
     source = CachedSource(cache, paths, config.workers, contiguous=whole_files and len(paths) == 1)

@@ -15,9 +15,10 @@ import numpy as np
 
 from tpu_train.config import UserError
 from tpu_train.data.dealing import Deal, Dealer
+from tpu_train.data.records import BadDocument
 from tpu_train.data.sources import Example
 from tpu_train.data.split import Stream
-from tpu_train.data.texts import BadDocument, skip_or_raise
+from tpu_train.data.texts import skip_or_raise
 
 Batch = dict[str, np.ndarray]
 # Where a row is: its next document (block, which of the row's in it), and the one it is in (stream, document of that,

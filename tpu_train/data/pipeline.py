@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,10 @@ import numpy as np
 
 from tpu_train.config import DataConfig, UserError, points_of, weight_at
 from tpu_train.data.opening import open_sources, tokenizer_content
+from tpu_train.data.records import BadDocument
 from tpu_train.data.sources import Source
 from tpu_train.data.split import Part, Stream, split_all
-from tpu_train.data.texts import BadDocument, skip_or_raise
+from tpu_train.data.texts import skip_or_raise
 
 if TYPE_CHECKING:
     from tpu_train.data.dealing import Deal
@@ -39,7 +39,8 @@ def train_batches(config: DataConfig, *, vocab_size: int, process_index: int = 0
 
     workers=0 reads and tokenizes in a thread of this process, which keeps up for bytes and ready tokens. workers=n does
     it in n processes, each for a part of the rows, and pays when tokenizing text takes longer than a step. They are
-    spawned: a script that uses them needs `if __name__ == "__main__":`. close() ends them.
+    spawned: a script that uses them needs `if __name__ == "__main__":`. close() ends them. One that dies is said, and
+    all are started anew at the batch that it owes; WorkerDied is raised if they die before they have made one.
 
     Raises UserError at once on a missing or empty source, on fewer tokens than a batch, and on ids that vocab_size
     doesn't hold; for a bad document further on, when it is read.
@@ -72,19 +73,17 @@ class _Lanes:
         from grain.experimental import ThreadPrefetchIterDataset
 
         from tpu_train.data.packing import RowsIterDataset
+        from tpu_train.data.workers import Worker
 
+        self._parts: list[Any]
         if not workers:
-            datasets: list[Any] = [
-                ThreadPrefetchIterDataset(RowsIterDataset(reading, rows, places, deal), prefetch_buffer_size=4)
-            ]
-        else:
-            cuts = np.linspace(0, len(rows), min(workers, len(rows)) + 1).astype(int).tolist()
-            datasets = [
-                _in_worker(RowsIterDataset(reading, rows[a:b], places[a:b], deal)) for a, b in itertools.pairwise(cuts)
-            ]
-        self._parts: list[Any] = [iter(dataset) for dataset in datasets]
-        for part in self._parts if workers else ():
-            part.start_prefetch()  # all workers start now, not one after the other
+            rows_of_all = RowsIterDataset(reading, rows, places, deal)
+            self._parts = [iter(ThreadPrefetchIterDataset(rows_of_all, prefetch_buffer_size=4))]
+            return
+        cuts = np.linspace(0, len(rows), min(workers, len(rows)) + 1).astype(int).tolist()
+        self._parts = [
+            Worker(RowsIterDataset(reading, rows[a:b], places[a:b], deal)) for a, b in itertools.pairwise(cuts)
+        ]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -103,25 +102,6 @@ class _Lanes:
     def close(self) -> None:
         for part in self._parts:
             part.close()
-
-
-def _in_worker(dataset: Any) -> Any:
-    import grain
-    from absl import flags
-    from grain.experimental import DatasetOptions, WithOptionsIterDataset
-
-    if not flags.FLAGS.is_parsed():  # Grain reads its own flags when it starts a worker
-        flags.FLAGS.mark_as_parsed()
-    # Batches come through a pipe: shared memory is left behind when an iterator ends with batches still queued, and
-    # containers often have little of it.
-    dataset = WithOptionsIterDataset(dataset, DatasetOptions(min_shm_size=1 << 40))
-    options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=2)
-    return dataset.mp_prefetch(options, worker_init_fn=_ignore_ctrl_c)
-
-
-def _ignore_ctrl_c(worker_index: int, worker_count: int) -> None:
-    """A terminal sends Ctrl-C to the workers too, while the run still needs their batches to stop well."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def rows_of(config: DataConfig, process_index: int, process_count: int) -> range:
@@ -181,7 +161,11 @@ def _check_fills_a_batch(config: DataConfig, parts: list[Part]) -> None:
 def _layout(config: DataConfig, sources: dict[str, Source]) -> dict[str, Any]:
     """What a position in the data is only good for, as name: value."""
     read = config.mixture or [config]
-    keys = [[source.source, source.text_key, source.prompt_key] for source in read]
+    keys = [
+        [source.source, source.text_key, source.prompt_key]
+        + ([source.messages_key, config.message_template] if source.messages_key else [])
+        for source in read
+    ]
     found = [[name, len(source), source.size, source.fingerprint] for name, source in sources.items()]
     content = hashlib.sha256(json.dumps([keys, found]).encode())
     if any(source.tokenized for source in sources.values()):

@@ -5,6 +5,7 @@ places count from. The positions that all processes of a run saved are, put toge
 and each process of the next run takes the rows it has then.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from tpu_train.config import UserError
 from tpu_train.data.dealing import Deal
 from tpu_train.data.packing import COUNTS, Batch
+from tpu_train.data.workers import WorkerDied
 
 FORMAT = 2  # 1 had documents of their own for each process and worker
 _WHAT = {
@@ -46,9 +48,7 @@ class Batches(grain.DatasetIterator[Batch]):
         self._counted = self._before = np.zeros(len(self._names), np.int64)
 
     def __next__(self) -> Batch:
-        if self._running is None:
-            self._running = self._start([self._places[row] for row in self._rows], self._deal)
-        element = next(self._running)
+        element = self._next()
         place = element["place"]
         self._places = dict(zip(self._rows, place["rows"].tolist(), strict=True))
         self._deal = Deal(
@@ -57,6 +57,21 @@ class Batches(grain.DatasetIterator[Batch]):
         )
         self._counted = self._before + place["counts"]
         return element["batch"]
+
+    def _next(self) -> Any:
+        """The next element, also where a worker died: a batch depends on its place alone."""
+        if self._running is not None:
+            try:
+                return next(self._running)
+            except WorkerDied as died:
+                print(f"tpu-train: {died}; starting the workers again", file=sys.stderr, flush=True)
+                self.close()
+                self._before = self._counted
+        self._running = self._start([self._places[row] for row in self._rows], self._deal)
+        try:
+            return next(self._running)
+        except WorkerDied as died:
+            raise WorkerDied(f"{died}, before its first batch; what it printed may say why") from None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -67,6 +82,12 @@ class Batches(grain.DatasetIterator[Batch]):
         of a mixture under its name.
         """
         return dict(zip(self._names, self._counted.tolist(), strict=True))
+
+    @property
+    def of_sources(self) -> tuple[int, dict[str, int]]:
+        """(first row of this process, tokens that its rows held of each source of a mixture)."""
+        names = self._names[len(COUNTS) :]
+        return self._rows[0], {name: self.counts[name] for name in names}
 
     def describe(self) -> str:
         """The counts in one line."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tpu_train.config import UserError
-from tpu_train.data.texts import PIECE_BYTES, SEARCH_BYTES, BadDocument, Text, check_text, parse_line
+from tpu_train.data.records import BadDocument, Fields, Text, check_text, parse_line
+from tpu_train.data.texts import PIECE_BYTES, SEARCH_BYTES
 
 _CHUNK = 1 << 20
 COMPRESSED = (".gz", ".zst")
@@ -32,6 +33,12 @@ class Kind(NamedTuple):
     text_key: str
     prompt_key: str
     piece: int  # of text files, in bytes
+    messages_key: str = ""
+    template: str = ""  # of messages
+
+    @property
+    def fields(self) -> Fields:
+        return Fields(self.text_key, self.prompt_key, self.messages_key, self.template)
 
 
 class Raw(NamedTuple):
@@ -56,9 +63,9 @@ def read_shard(path: str, kind: Kind) -> Iterator[Raw]:
 def parse(raw: Raw, kind: Kind) -> Text:
     """The text of `raw`. Raises BadDocument if it holds none."""
     if kind.source == "parquet":
-        return check_text(raw.content, kind.text_key, kind.prompt_key, raw.where)
+        return check_text(raw.content, kind.fields, raw.where)
     if kind.source == "jsonl":
-        return parse_line(raw.content, kind.text_key, kind.prompt_key, raw.where)
+        return parse_line(raw.content, kind.fields, raw.where)
     try:
         return Text(raw.content.decode("utf-8"), raw.ends)
     except UnicodeDecodeError as error:

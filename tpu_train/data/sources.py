@@ -2,8 +2,8 @@
 
 A document of ids d[0..n-1] is the example `tokens` [eod, d0..d(n-1)], `labels` [d0..d(n-1), eod], both int32: every
 id is a label exactly once, and no label belongs to another document. It is made here, before packing. An empty text
-is [eod] -> [eod]; empty files and empty lines are left out. A prompt stands before the text, tokenized by itself, and
-its labels have weight 0.
+is [eod] -> [eod]; empty files and empty lines are left out. Labels that are not to be trained on, of prompts and of
+others than assistants (see `records`), have weight 0.
 
 A source that is one long document is `contiguous`: a single text file, or arrays without eod. Its validation part is
 then its end, not a random choice of its pieces or windows.
@@ -11,13 +11,13 @@ then its end, not a random choice of its pieces or windows.
 
 import bisect
 import itertools
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from tpu_train.config import UserError
-from tpu_train.data.texts import BadDocument, Text, Texts, names
+from tpu_train.data.records import BadDocument, Text, Where
+from tpu_train.data.texts import Texts, names
 from tpu_train.data.token_files import TokenFile, check_ids
 from tpu_train.data.tokenizers import Tokenizer
 
@@ -53,36 +53,39 @@ class TextSource:
 
     def __getitem__(self, index: int) -> Example:
         text = self._texts.read(index)
-        ids, untrained = tokenize(text, self._tokenizer, lambda: self._texts.where(index))
-        return example(ids, self._tokenizer.eod_id, text.ends, untrained)
+        ids, trained = tokenize(text, self._tokenizer, lambda: self._texts.where(index))
+        return example(ids, self._tokenizer.eod_id, text.ends, trained)
 
 
-def tokenize(text: Text, tokenizer: Tokenizer, where: Callable[[], str] | str) -> tuple[np.ndarray, int]:
-    """(ids of the prompt and the text, how many of them are the prompt's). Raises BadDocument if either is no text."""
+def tokenize(text: Text, tokenizer: Tokenizer, where: Where) -> tuple[np.ndarray, np.ndarray | None]:
+    """(ids, which are trained on: bool [n + 1], the last of what ends them; None: all). Raises BadDocument if no text.
+
+    What ends a document is trained on where its last part is.
+    """
     try:
-        ids = tokenizer.encode(text.text)
-        if not text.prompt:
-            return ids, 0
-        prompt = tokenizer.encode(text.prompt)
+        ids = [tokenizer.encode(part) for part, _ in text.parts]
     except UnicodeEncodeError as error:
         raise BadDocument(
             f"{where if isinstance(where, str) else where()} holds a lone surrogate, which is not text: {error}"
         ) from None
-    return np.concatenate([prompt, ids]), len(prompt)
+    trained = [trained for _, trained in text.parts]
+    if all(trained):
+        return np.concatenate(ids), None
+    return np.concatenate(ids), np.append(np.repeat(trained, [len(part) for part in ids]), trained[-1])
 
 
-def example(ids: np.ndarray, eod_id: int, ends: bool, untrained: int = 0) -> Example:
+def example(ids: np.ndarray, eod_id: int, ends: bool, trained: np.ndarray | None = None) -> Example:
     """tokens [eod, ids...] and labels [ids..., eod], int32; without the last of each if the document goes on.
 
-    The first `untrained` labels have weight 0.
+    Labels that are not `trained` on, see `tokenize`, have weight 0.
     """
     framed = np.empty(len(ids) + 2, np.int32)
     framed[0] = framed[-1] = eod_id
     framed[1:-1] = ids
     stop = len(framed) if ends else -1
     made = {"tokens": framed[: len(ids) + ends], "labels": framed[1:stop]}
-    if untrained:
-        made["weights"] = (np.arange(len(made["labels"])) >= untrained).astype(np.float32)
+    if trained is not None:
+        made["weights"] = trained[: len(made["labels"])].astype(np.float32)
     return made
 
 

@@ -8,25 +8,21 @@ single file is cut finely enough for validation_fraction. Nothing is ever replac
 import bisect
 import glob
 import itertools
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from tpu_train.config import UserError
+from tpu_train.data.records import BadDocument, Fields, Text, parse_line
 
 PIECE_BYTES = 1 << 16
 SEARCH_BYTES = 1 << 12  # how far a cut moves to reach a line's end
 _SKIPPED_DIRS = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "turtledemo"}
-
-
-class BadDocument(UserError):
-    """A document that can't be read, though its file can: data.on_corrupt=skip leaves it out."""
 
 
 _NAMED = 20  # documents left out that a process names
@@ -41,14 +37,6 @@ def skip_or_raise(error: BadDocument, skip: bool) -> None:
         _said.add(str(error))
         more = "; more are counted, but not named" if len(_said) > _NAMED else ""
         print(f"data: {error}; left out{more}", file=sys.stderr, flush=True)
-
-
-class Text(NamedTuple):
-    """The text of a document."""
-
-    text: str
-    ends: bool = True  # whether the document ends with it
-    prompt: str = ""  # stands before the text and is not trained on
 
 
 class Texts(Protocol):
@@ -148,9 +136,8 @@ class JsonLines:
 
     contiguous = False
 
-    def __init__(self, paths: list[str], text_key: str, prompt_key: str = ""):
-        self._text_key, self._prompt_key = text_key, prompt_key
-        self._paths = paths
+    def __init__(self, paths: list[str], fields: Fields):
+        self._fields, self._paths = fields, paths
         self._offsets = [_line_offsets(path) for path in paths]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
         self.size = sum(os.path.getsize(path) for path in paths)
@@ -179,37 +166,7 @@ class JsonLines:
         with open(path, "rb") as file:
             file.seek(offset)
             line = file.readline()
-        return parse_line(line, self._text_key, self._prompt_key, lambda: self.where(index))
-
-
-def parse_line(line: bytes, text_key: str, prompt_key: str, where: Callable[[], str] | str) -> Text:
-    """The text, and the prompt where there is a key for it, of a line of JSON. Raises BadDocument if it has none."""
-
-    def named() -> str:
-        return where if isinstance(where, str) else where()
-
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise BadDocument(f"{named()} is not valid UTF-8; convert the file to UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise BadDocument(f"{named()} is not JSON ({error.msg}); every line must be one object") from None
-    except RecursionError:
-        raise BadDocument(f"{named()} is nested too deep for JSON") from None
-    return check_text(record, text_key, prompt_key, named)
-
-
-def check_text(record: Any, text_key: str, prompt_key: str, where: Callable[[], str] | str) -> Text:
-    """The strings of `record` under the two keys. Raises BadDocument if there are none."""
-    for key, field in ((text_key, "text_key"), (prompt_key, "prompt_key")):
-        if not key or (isinstance(record, dict) and isinstance(record.get(key), str)):
-            continue
-        named = where if isinstance(where, str) else where()
-        if not isinstance(record, dict) or key not in record:
-            found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise BadDocument(f"{named} has {found}, not {key!r}; set data.{field}")
-        raise BadDocument(f"{named} has no string under {key!r}; set data.{field}")
-    return Text(record[text_key], prompt=record[prompt_key] if prompt_key else "")
+        return parse_line(line, self._fields, lambda: self.where(index))
 
 
 def _line_offsets(path: str) -> np.ndarray:

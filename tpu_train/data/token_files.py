@@ -30,6 +30,9 @@ class TokenFile:
     vocab_size: int | None  # None: the file doesn't say
     eod_id: int | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_tokens, (self.path,)  # to a worker go no tokens, but where they are
+
 
 def write_tokens(path: str | os.PathLike[str], array: np.ndarray, vocab_size: int, eod_id: int | None = None) -> None:
     """Writes the 1-D integer `array` as a `.bin`; ids outside [0, vocab_size) raise UserError, nothing is written."""

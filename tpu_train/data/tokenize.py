@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tpu_train.data.records import BadDocument
 from tpu_train.data.shards import BadShard, Kind, Raw, parse, read_shard
 from tpu_train.data.sources import tokenize
-from tpu_train.data.texts import BadDocument
 from tpu_train.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 19
@@ -23,7 +23,8 @@ class Tokenized(NamedTuple):
 
     ids: np.ndarray  # int32, of all documents together, without end-of-document ids
     lengths: np.ndarray  # int64 [n]
-    flags: np.ndarray  # int64 [n]: twice the prompt's ids, plus 1 where the document ends
+    flags: np.ndarray  # int64 [n]: twice the ids not trained on, plus 1 where the document ends
+    trained: np.ndarray  # uint8: 1 for each id that is, with end-of-document ids; of conversations, else empty
     bad: list[str]  # why documents were left out
 
 
@@ -100,14 +101,18 @@ def _tokenize_here(chunk: list[Raw]) -> Tokenized:
 
 def tokenize_chunk(chunk: list[Raw], kind: Kind, tokenizer: Tokenizer) -> Tokenized:
     """The ids of documents; those that can't be read are left out and named."""
-    found, flags, bad = [], [], []
+    found, flags, masks, bad = [], [], [], []
     for raw in chunk:
         try:
-            ids, prompt = tokenize(parse(raw, kind), tokenizer, raw.where)
+            ids, trained = tokenize(parse(raw, kind), tokenizer, raw.where)
         except BadDocument as error:
             bad.append(str(error))
             continue
         found.append(ids)
-        flags.append(2 * prompt + raw.ends)
+        trained = np.ones(len(ids) + 1, bool) if trained is None else trained
+        flags.append(2 * int(len(ids) - trained[:-1].sum()) + raw.ends)
+        if kind.messages_key:
+            masks.append(trained[: len(ids) + raw.ends].astype(np.uint8))
     ids = np.concatenate(found) if found else np.zeros(0, np.int32)
-    return Tokenized(ids, np.array([len(ids) for ids in found], np.int64), np.array(flags, np.int64), bad)
+    trained = np.concatenate(masks) if masks else np.zeros(0, np.uint8)
+    return Tokenized(ids, np.array([len(ids) for ids in found], np.int64), np.array(flags, np.int64), trained, bad)

@@ -9,9 +9,10 @@ import numpy as np
 from tpu_train.config import DataConfig
 from tpu_train.data.opening import open_sources
 from tpu_train.data.pipeline import rows_of
+from tpu_train.data.records import BadDocument
 from tpu_train.data.sources import Example
 from tpu_train.data.split import Part, split_all
-from tpu_train.data.texts import BadDocument, skip_or_raise
+from tpu_train.data.texts import skip_or_raise
 
 if TYPE_CHECKING:
     from tpu_train.data.packing import Batch
