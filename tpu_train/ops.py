@@ -14,6 +14,8 @@ from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from pallas_kernels.cross_entropy.tpu import kernels_pay
+from pallas_kernels.quantized_matmul import Quantized
+from pallas_kernels.quantized_matmul.quantize import quantize_over
 from tpu_train import context
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
@@ -151,6 +153,8 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in TOKENS)
+    if compute.quantized != "none":
+        return False
     return compute.implementation == "pallas" and _enough(x_BTD.shape[0] * x_BTD.shape[1] // devices, compute)
 
 
@@ -171,6 +175,33 @@ def gated_mlp(
 
     run = jax.shard_map(local, in_specs=(SPECS["BTD"], SPECS["DF"], SPECS["DF"]), out_specs=SPECS["BTF"])
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
+
+
+def hold_in_int8(w: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """(int8 values, float32 scales) of a weight that a product will contract along these dims, of size 1 in scales."""
+    return quantize_over(w, contracted, jnp.int8)
+
+
+def product(x_MI: jax.Array, w_IO: jax.Array | tuple[jax.Array, jax.Array], *, compute: Compute) -> jax.Array:
+    """x w in x's dtype, of a device's own arrays: call it inside shard_map.
+
+    `w_IO` is an array, quantised as it comes where run.quantized says so, or int8 values with their scales_1O.
+    """
+    if isinstance(w_IO, tuple):
+        with jax.named_scope("quantized_matmul"):
+            held = Quantized(*w_IO)
+            return pallas_kernels.quantized_matmul(x_MI, held, implementation=compute.implementation)
+    if compute.quantized == "none":
+        return jnp.einsum("MI,IO->MO", x_MI, w_IO)
+    with jax.named_scope("dynamic_quantized_matmul"):
+        try:
+            return pallas_kernels.dynamic_quantized_matmul(
+                *(x_MI, w_IO),
+                quantized_backward=compute.quantized == "int8",
+                implementation=compute.implementation if _enough(x_MI.shape[0], compute) else "xla",
+            )
+        except ValueError as error:
+            raise UserError(f"run.quantized={compute.quantized}: {error}") from error
 
 
 @jax.named_scope("grouped_matmul")

@@ -30,6 +30,7 @@ class Compute:
     implementation: str
     platform: str
     context_method: str = "auto"  # of MeshConfig
+    quantized: str = "none"  # of RunConfig
     kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
@@ -53,4 +54,5 @@ def resolve(config: RunConfig, platform: str, context_method: str = "auto") -> C
     if name == "float32":
         # The default would round float32 operands to bfloat16 on TPU and to TF32 on GPU.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return Compute(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform, context_method)
+    dtype = jnp.dtype(COMPUTE_DTYPES[name])
+    return Compute(dtype, implementation, platform, context_method, config.quantized)

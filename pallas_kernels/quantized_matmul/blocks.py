@@ -42,6 +42,7 @@ class Problem:
     b_dtype: str
     y_itemsize: int
     scale_block: int | None = None
+    transposed: bool = False  # a is a_DT
 
     @property
     def widened(self) -> bool:
@@ -54,8 +55,9 @@ class Problem:
 
 
 # Cycles of the schedules that tpu-train kernels shows, by the size of the matrix units: the start and end of an
-# unrolled body; weights that are widened and loaded in a cycle; 1,024 sums scaled and added; 1,024 read and written.
-BODY, WIDENED, SCALED, ADDED = {128: 150, 256: 250}, {128: 1370, 256: 1640}, 0.5, 0.5
+# unrolled body; weights that are widened and loaded in a cycle; of 1,024 numbers: sums that are scaled and added, sums
+# that are read and written, values that are transposed.
+BODY, WIDENED, SCALED, ADDED, TRANSPOSED = {128: 150, 256: 250}, {128: 1370, 256: 1640}, 0.5, 0.5, 0.9
 MOST_WEIGHTS = 2**21  # of a block that is widened: what compiles in seconds
 
 
@@ -156,6 +158,8 @@ def cost(problem: Problem, block: Block, chip: Chip) -> float:
         body = max(body, block.F * block.D / WIDENED[chip.mxu_size])
     if problem.scale_block is not None:
         body += SCALED * rows * block.F / 1024 * block.D / problem.scale_block
+    if problem.transposed:
+        body += TRANSPOSED * rows * block.D / 1024
     once = block.T // rows * (body + BODY[chip.mxu_size])
     steps = math.prod(blocks.values())
     if blocks["D"] > 1:

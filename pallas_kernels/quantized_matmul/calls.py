@@ -37,7 +37,9 @@ def scaled_product(call: Product, a, b, row_scales_T1, column_scales_CF, *, bloc
     chip = chip_in_use()
     T, D = a.shape[1 - call.a_dim], a.shape[call.a_dim]
     dtype = b.dtype.name
-    problem = Problem(T, b.shape[1 - call.b_dim], D, a.dtype.itemsize, dtype, call.y_dtype.itemsize, call.scale_block)
+    problem = Problem(
+        T, b.shape[1 - call.b_dim], D, a.dtype.itemsize, dtype, call.y_dtype.itemsize, call.scale_block, call.a_dim == 0
+    )
     block = block or blocks.choose(problem, chip)
     blocks.check(call.name, problem, block, chip)
     rows = blocks.tile(problem, block, chip)

@@ -49,7 +49,9 @@ def trained(T: int, D: int, F: int, values: str = "int8") -> Case:
         dtypes = {"forward": "float8_e4m3fn", "dx": "float8_e4m3fn", "dw": "float8_e5m2"}
     dims = {"forward": (T, F, D), "dx": (T, D, F), "dw": (D, F, T)}
     problems = {
-        NAMES[kernel].format("dynamic_quantized_matmul"): Problem(*dims[kernel], 1, dtypes[kernel], 2)
+        NAMES[kernel].format("dynamic_quantized_matmul"): Problem(
+            *dims[kernel], 1, dtypes[kernel], 2, transposed=kernel == "dw"
+        )
         for kernel in dims
     }
     counts = functools.partial(_counts, problems)

@@ -55,17 +55,24 @@ def quantize(
     if axis not in (0, 1) or (block is not None and block < 1):
         raise ValueError(f"quantize: axis={axis} and block={block} must be 0 or 1, and at least 1 or None")
     # As one group of rows for each scale: [D, F] -> [C, block, F], or [D, C, block].
-    blocks = _blocks(w_DF, axis, block)
-    largest = jnp.max(jnp.abs(blocks), axis=axis + 1, keepdims=True).astype(jnp.float32)
-    scales = jnp.maximum(largest * (1.0 / LARGEST[dtype]), SMALLEST_SCALE)
-    values = blocks.astype(jnp.float32) * (1.0 / scales)
-    if key is not None:  # else the largest is within a rounding of LARGEST, and rounds to it
-        values = jnp.clip(_round_stochastically(values, dtype, key), -LARGEST[dtype], LARGEST[dtype])
-    values = (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype)
+    values, scales = quantize_over(_blocks(w_DF, axis, block), (axis + 1,), dtype, key)
     merged = values.reshape(*(w_DF.shape[:axis]), -1, *(w_DF.shape[axis + 1 :]))
     return Quantized(
         jax.lax.slice_in_dim(merged, 0, w_DF.shape[axis], axis=axis), scales.squeeze(axis + 1), axis, block
     )
+
+
+def quantize_over(x: jax.Array, axes: tuple[int, ...], dtype, key: jax.Array | None = None):
+    """(values, scales) of `x`, whose elements along `axes`, of size 1 in the scales, share one;
+    rounded as in `quantize`.
+    """
+    dtype = jnp.dtype(dtype)
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
+    scales = jnp.maximum(largest * (1.0 / LARGEST[dtype]), SMALLEST_SCALE)
+    values = x.astype(jnp.float32) * (1.0 / scales)
+    if key is not None:  # else the largest is within a rounding of LARGEST, and rounds to it
+        values = jnp.clip(_round_stochastically(values, dtype, key), -LARGEST[dtype], LARGEST[dtype])
+    return (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scales
 
 
 def dequantize(w: Quantized) -> jax.Array:
