@@ -15,7 +15,7 @@ from pallas_kernels.runtime import CHIPS
 
 def cases() -> list[Case]:
     """Few rows times weights held in int8, with one scale a column and several; a training step's three products."""
-    return [held(16, 2048, 4096), held(16, 2048, 4096, block=128), trained(1024, 1024, 2048)]
+    return [held(16, 2048, 4096), held(16, 2048, 4096, block=128), trained(512, 1024, 1024)]
 
 
 def held(T: int, D: int, F: int, block: int | None = None, dtype=jnp.int8) -> Case:

@@ -145,11 +145,36 @@ def rotary_angles(
 
 
 @jax.named_scope("rope")
-def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama)."""
+def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array, by_product: bool = False) -> jax.Array:
+    """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama).
+
+    `by_product`: the halves are exchanged by a product with a matrix of 0, 1 and -1, which is exact. Cut in two and put
+    together again, XLA on TPU makes three passes over x; with the product it makes one (benchmarks/norm_rope.py).
+    """
+    if by_product:
+        return _rotate(x_BTNH, cos_BTH, sin_BTH)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BTH[:, :, None, :], sin_BTH[:, :, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+@jax.custom_vjp
+def _rotate(x_BTNH, cos_BTH, sin_BTH):
+    half = x_BTNH.shape[-1] // 2
+    eye, zero = np.eye(half), np.zeros((half, half))
+    exchange_HH = jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BTNH.dtype)
+    other = jnp.einsum(
+        "BTNH,HG->BTNG", x_BTNH, exchange_HH, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    cos, sin = (jnp.concatenate([angle, angle], axis=-1)[:, :, None, :] for angle in (cos_BTH, sin_BTH))
+    return (x_BTNH.astype(jnp.float32) * cos + other * sin).astype(x_BTNH.dtype)
+
+
+# The transpose of a rotation is the one by the opposite angle; no gradient is asked of the angles.
+_rotate.defvjp(
+    lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)),
+    lambda angles, g: (_rotate(g, angles[0], -angles[1]), None, None),
+)
 
 
 class Attention(nnx.Module):
@@ -174,8 +199,9 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH = apply_rope(q_BTNH, context.cos_BTH, context.sin_BTH)
-        k_BTKH = apply_rope(k_BTKH, context.cos_BTH, context.sin_BTH)
+        angles = context.cos_BTH, context.sin_BTH
+        by_product = context.compute.platform == "tpu"
+        q_BTNH, k_BTKH = (apply_rope(x, *angles, by_product=by_product) for x in (q_BTNH, k_BTKH))
         offset: int | jax.Array = 0
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
