@@ -15,6 +15,7 @@ from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from pallas_kernels.cross_entropy.tpu import kernels_pay
 from pallas_kernels.quantized_matmul import Quantized
+from pallas_kernels.quantized_matmul import kernels_pay as eight_bit_kernels_pay
 from pallas_kernels.quantized_matmul.quantize import quantize_over
 from tpu_train import context
 from tpu_train.config import UserError
@@ -187,10 +188,12 @@ def product(x_MI: jax.Array, w_IO: jax.Array | tuple[jax.Array, jax.Array], *, c
 
     `w_IO` is an array, quantised as it comes where run.quantized says so, or int8 values with their scales_1O.
     """
+    implementation = compute.implementation
+    if implementation == "pallas" and not (compute.kernels_always or eight_bit_kernels_pay()):
+        implementation = "xla"
     if isinstance(w_IO, tuple):
         with jax.named_scope("quantized_matmul"):
-            held = Quantized(*w_IO)
-            return pallas_kernels.quantized_matmul(x_MI, held, implementation=compute.implementation)
+            return pallas_kernels.quantized_matmul(x_MI, Quantized(*w_IO), implementation=implementation)
     if compute.quantized == "none":
         return jnp.einsum("MI,IO->MO", x_MI, w_IO)
     with jax.named_scope("dynamic_quantized_matmul"):
@@ -198,7 +201,7 @@ def product(x_MI: jax.Array, w_IO: jax.Array | tuple[jax.Array, jax.Array], *, c
             return pallas_kernels.dynamic_quantized_matmul(
                 *(x_MI, w_IO),
                 quantized_backward=compute.quantized == "int8",
-                implementation=compute.implementation if _enough(x_MI.shape[0], compute) else "xla",
+                implementation=implementation if _enough(x_MI.shape[0], compute) else "xla",
             )
         except ValueError as error:
             raise UserError(f"run.quantized={compute.quantized}: {error}") from error

@@ -112,6 +112,12 @@ def dynamic_quantized_matmul(
     return dynamic(call, *vary_alike(x_TD, w_DF), key)
 
 
+def kernels_pay() -> bool:
+    """Whether the TPU generation in use is one that the kernels are for: v4 takes no int8, and is slow to widen it."""
+    chip = chip_in_use()
+    return chip is None or chip.name != "v4"
+
+
 def _check_implementation(op, implementation, block_sizes):
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op} has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}")
