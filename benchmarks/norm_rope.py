@@ -36,7 +36,7 @@ ROPES = {
     "halves": apply_rope,
     "product": functools.partial(apply_rope, by_product=True),
 }
-STEP = ["model.num_layers=2", "model.vocab_size=8192", f"data.batch_size={B}", "mesh.fsdp=1"]
+STEP = ["model.num_layers=2", "model.remat=none", "model.vocab_size=8192", f"data.batch_size={B}", "mesh.fsdp=1"]
 
 
 def rope_programs(device) -> list[str]:
