@@ -31,6 +31,7 @@ def held(T: int, D: int, F: int, block: int | None = None, dtype=jnp.int8) -> Ca
 
     problem = Problem(T, F, D, 2, jnp.dtype(dtype).name, 2, block)
     name = f"quantized_matmul/held-{T}x{D}x{F}" + ("" if block is None else f"-{block}")
+    name += "" if dtype == jnp.int8 else f"-{jnp.dtype(dtype).name}"
     counts = functools.partial(_counts, {"quantized_matmul": problem})
     return Case(name, run, (x, w, s), counts, flops=2 * T * D * F)
 

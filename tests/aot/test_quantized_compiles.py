@@ -22,7 +22,8 @@ def test_real_sizes_compile_and_wait_for_hbm_alone():
     reports = schedule.measure_all([case.job(TOPOLOGIES[name]) for case, name in cases])
     for (case, name), report in zip(cases, reports, strict=True):
         assert not isinstance(report, schedule.ScheduleError), f"{case.name} on {name}: {report}"
-        if "held" in case.name and name != "v4":  # which widens int8 slowly: ops takes XLA's product there
+        # v4 widens int8 slowly (ops takes XLA's product there), and v6e float8.
+        if "held" in case.name and name != "v4" and "float8" not in case.name:
             rate, per_byte, cores = RATES[name]
             assert report.cycles < 1.2 * D * F * per_byte / rate / cores, f"{case.name} on {name}"
             # XLA adds nothing around it.

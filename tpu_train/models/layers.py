@@ -83,10 +83,12 @@ def _project_quantized(x: jax.Array, w: nnx.Param | Held, dims: str, num_in: int
         y = y_MO.reshape(*x.shape[:2], *w.shape[num_in:])
         return jax.lax.psum(y, "tensor") if spec[0] == "tensor" else y
 
-    held = isinstance(w, Held)
-    weight = (w.values, w.scales) if held else (w[...].astype(x.dtype), None)
-    in_specs = in_spec, spec, scales_spec(dims, num_in) if held else None
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_spec)(jax.reshard(x, in_spec), *weight)
+    if isinstance(w, Held):
+        values, scales, of_scales = w.values, w.scales, scales_spec(dims, num_in)
+    else:
+        values, scales, of_scales = w[...].astype(x.dtype), None, None
+    run = jax.shard_map(local, in_specs=(in_spec, spec, of_scales), out_specs=out_spec)
+    return run(jax.reshard(x, in_spec), values, scales)
 
 
 def _product(x: jax.Array, w: jax.Array, num_in: int) -> jax.Array:
@@ -101,16 +103,17 @@ def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param | Held, str], compu
     On a CPU that holds whole weights, one product with all of them side by side: narrow ones run at half the speed.
     """
     size = jax.sharding.get_abstract_mesh().shape
-    quantized = compute.quantized != "none" or any(isinstance(w, Held) for w, _ in weights)
-    if compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1 or quantized:
+    arrays = [(w, dims) for w, dims in weights if not isinstance(w, Held)]
+    apart = compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1
+    if apart or compute.quantized != "none" or len(arrays) < len(weights):
         return [project(x_BTD, w, dims, compute=compute) for w, dims in weights]
     B, T, D = x_BTD.shape
-    whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in weights]
+    whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in arrays]
     y_MO = jnp.einsum("MD,DO->MO", x_BTD.reshape(B * T, D), jnp.concatenate(whole, axis=1))
     parts = jnp.split(y_MO, np.cumsum([w.shape[1] for w in whole])[:-1], axis=1)
     return [
         part.reshape(B, T, *w.shape[1:], out_sharding=SPECS["BT" + dims[1:]])
-        for part, (w, dims) in zip(parts, weights, strict=True)
+        for part, (w, dims) in zip(parts, arrays, strict=True)
     ]
 
 
