@@ -12,13 +12,17 @@ from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.gated_mlp import gated_mlp
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.quantized_matmul import dynamic_quantized_matmul, quantize, quantized_matmul
 
 __all__ = [
     "apply_rope",
     "context_attention",
+    "dynamic_quantized_matmul",
     "flash_attention",
     "fused_matmul",
     "gated_mlp",
     "grouped_matmul",
     "linear_cross_entropy",
+    "quantize",
+    "quantized_matmul",
 ]

@@ -18,6 +18,7 @@ OPS = {
     "gated_mlp": "pallas_kernels.gated_mlp.cases",
     "grouped_matmul": "pallas_kernels.grouped_matmul.cases",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.cases",
+    "quantized_matmul": "pallas_kernels.quantized_matmul.cases",
 }  # op: the module with its cases()
 
 

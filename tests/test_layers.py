@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_train import ops
+import pallas_kernels
 from tpu_train.config import RunConfig
 from tpu_train.models.layers import MLP, Attention, Context, rotary_angles
 from tpu_train.precision import resolve
@@ -114,7 +114,7 @@ def test_norm_of_zeros_is_zero(tiny, random_model):
 
 
 def rope(x, positions, theta=10_000.0):
-    return ops.apply_rope(x, *rotary_angles(jnp.asarray(positions, jnp.int32), x.shape[-1], theta, COMPUTE))
+    return pallas_kernels.apply_rope(x, *rotary_angles(jnp.asarray(positions, jnp.int32), x.shape[-1], theta, COMPUTE))
 
 
 @pytest.mark.parametrize(("first", "tolerance"), [(0, 1e-5), (1000, 3e-4), (100_000, 3e-2)])
@@ -137,6 +137,22 @@ def test_rope_scores_depend_on_the_distance_alone(shift, tolerance):
 
     np.testing.assert_allclose(scores(shift), scores(0), atol=tolerance)
     assert np.abs(np.sum(np.asarray(rope(q, at_q + 1)) * np.asarray(rope(k, at_k)), axis=-1) - scores(0)).max() > 0.3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rope_by_a_product_is_the_same_rotation_and_so_is_its_gradient(dtype):
+    x, dy = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 5, 3, 8)), dtype)
+    angles = rotary_angles(jnp.arange(7, 12)[None], 8, 100.0, COMPUTE)
+    wanted, got = (
+        jax.vjp(lambda x, by_product=by_product: pallas_kernels.apply_rope(x, *angles, by_product), x)
+        for by_product in (False, True)
+    )
+    tolerance = 1e-6 if dtype == jnp.float32 else 2.0**-7  # one rounding to bfloat16 either way
+    for mine, theirs in ((got[0], wanted[0]), (got[1](dy)[0], wanted[1](dy)[0])):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float64), np.asarray(theirs, np.float64), rtol=tolerance, atol=tolerance
+        )
 
 
 def test_rope_of_bfloat16_keeps_its_angles_in_float32():

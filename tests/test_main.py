@@ -110,11 +110,12 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
         "train": "config profile_steps dump_hlo workdir set processes",
-        "eval": "config step ema workdir set processes",
+        "eval": "config step ema weights workdir set processes",
         "diff": "arrays",
         "blame": "config step workdir set processes",
         "check": "config set meshes devices steps full replicated_limit json",
-        "generate": "config step ema workdir set processes prompt num_tokens num_samples temperature top_k seed",
+        "generate": "config step ema weights workdir set processes prompt num_tokens num_samples temperature top_k "
+        "seed",
         "plan": "config set chips slices tokens mfu watts price json html",
         "compile": "config topology num_slices search json set",
         "kernels": "topology op json update_budget",
@@ -271,6 +272,9 @@ def test_generate_prints_as_many_samples_as_asked(tpu_train, trained):
     assert (code, err) == (0, "")
     assert out.startswith("def f")
     assert "---" not in out
+    code, out, err = tpu_train(*flags, "--weights=int8")
+    assert (code, err) == (0, "")
+    assert re.match(r"the blocks' matrices are held in int8: [\d.]+ MB in place of [\d.]+ in float32\ndef f", out)
 
 
 def test_temperature_0_takes_the_likeliest_token_whatever_the_seed(tpu_train, trained, place):

@@ -8,6 +8,7 @@ from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
 from tpu_train.evaluate import evaluate, make_eval_step
+from tpu_train.models.held import hold_in_int8
 from tpu_train.report import say
 from tpu_train.train_step import TrainState, abstract_state
 
@@ -63,4 +64,9 @@ def _load(flag: dict[str, Any]):
             raise UserError(f"--ema: the run in {workdir} kept no moving average at step {step} (optim.ema_decay)")
         state: TrainState = checkpoints.restore(step, abstract_state(config, compute))
         model = state.average if flag["ema"] else state.model
+        if flag["weights"] == "int8":
+            model, before, now = hold_in_int8(model)
+            say(
+                f"the blocks' matrices are held in int8: {now / 1e6:,.1f} MB in place of {before / 1e6:,.1f} in float32"
+            )
     return step, config, model, mesh, compute

@@ -152,6 +152,8 @@ def _flags_of(command: str) -> flags.FlagValues:
         add(flags.DEFINE_string, "config", None, "the run's config file, to find its workdir; or give --workdir")
         add(flags.DEFINE_integer, "step", None, "the checkpoint's step; default: the newest")
         add(flags.DEFINE_bool, "ema", False, "use the moving average of the weights, where optim.ema_decay kept one")
+        text = "as stored, or int8: the blocks' matrices in a quarter of the memory, half of bfloat16's"
+        add(flags.DEFINE_enum, "weights", "stored", ["stored", "int8"], help=text)
     add(flags.DEFINE_string, "workdir", None, "where checkpoints and metrics go; default: runs/<name of the config>")
     add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")
     add(flags.DEFINE_integer, "processes", 1, "run as so many processes on this machine, each with a CPU device")

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import apply_rope
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
 from pallas_kernels.cross_entropy.tpu import kernels_pay
+from pallas_kernels.quantized_matmul import Quantized
+from pallas_kernels.quantized_matmul import kernels_pay as eight_bit_kernels_pay
+from pallas_kernels.quantized_matmul.quantize import quantize_over
 from tpu_train import context
 from tpu_train.config import UserError
 from tpu_train.precision import Compute
@@ -70,6 +72,11 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     )
 
 
+def rope(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array, compute: Compute) -> jax.Array:
+    """`x_BTNH` with its R = H/2 pairs turned by their angles, outside a kernel."""
+    return pallas_kernels.apply_rope(x_BTNH, cos_BTR, sin_BTR, by_product=compute.platform == "tpu")
+
+
 @jax.named_scope("flash_attention")
 def attention(
     q_BTNH: jax.Array,
@@ -89,7 +96,7 @@ def attention(
     """
     if jax.sharding.get_abstract_mesh().shape["context"] > 1:
         if rotary is not None:
-            q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
+            q_BTNH, k_BSKH = (rope(x, *rotary, compute) for x in (q_BTNH, k_BSKH))
         return _context_attention(
             *(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT),
             window=window,
@@ -168,6 +175,8 @@ def _context_attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, *, window, soft_c
 
 def takes_gated_mlp(x_BTD: jax.Array, compute: Compute) -> bool:
     """Whether `gated_mlp` runs here; elsewhere XLA's own products do, which a CPU takes side by side."""
+    if compute.quantized != "none":
+        return False
     rows, tokens, _ = own_shape(x_BTD, "BTD")
     return compute.implementation == "pallas" and _enough(rows * tokens, compute)
 
@@ -189,6 +198,35 @@ def gated_mlp(
 
     run = on_devices(local, (SPECS["BTD"], SPECS["DF"], SPECS["DF"]), SPECS["BTF"])
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
+
+
+def hold_in_int8(w: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """(int8 values, float32 scales) of a weight that a product will contract along these dims, of size 1 in scales."""
+    return quantize_over(w, contracted, jnp.int8)
+
+
+def product(x_MI: jax.Array, w_IO: jax.Array | tuple[jax.Array, jax.Array], *, compute: Compute) -> jax.Array:
+    """x w in x's dtype, of a device's own arrays: call it inside shard_map.
+
+    `w_IO` is an array, quantised as it comes where run.quantized says so, or int8 values with their scales_1O.
+    """
+    implementation = compute.implementation
+    if implementation == "pallas" and not (compute.kernels_always or eight_bit_kernels_pay()):
+        implementation = "xla"
+    if isinstance(w_IO, tuple):
+        with jax.named_scope("quantized_matmul"):
+            return pallas_kernels.quantized_matmul(x_MI, Quantized(*w_IO), implementation=implementation)
+    if compute.quantized == "none":
+        return jnp.einsum("MI,IO->MO", x_MI, w_IO)
+    with jax.named_scope("dynamic_quantized_matmul"):
+        try:
+            return pallas_kernels.dynamic_quantized_matmul(
+                *(x_MI, w_IO),
+                quantized_backward=compute.quantized == "int8",
+                implementation=implementation if _enough(x_MI.shape[0], compute) else "xla",
+            )
+        except ValueError as error:
+            raise UserError(f"run.quantized={compute.quantized}: {error}") from error
 
 
 @jax.named_scope("grouped_matmul")

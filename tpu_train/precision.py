@@ -32,6 +32,7 @@ class Compute:
     context_method: str = "auto"  # of MeshConfig, as the next two
     stage_rounds: int = 1
     stage_microbatches: int | None = None
+    quantized: str = "none"  # of RunConfig
     kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
@@ -59,4 +60,5 @@ def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) ->
     return Compute(
         *(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform),
         *(mesh.context_method, mesh.stage_rounds, mesh.stage_microbatches),
+        quantized=config.quantized,
     )

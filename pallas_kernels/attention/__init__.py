@@ -75,7 +75,7 @@ def flash_attention(
     if rotary is not None:
         check_rotary(rotary, q_BTNH, k_BSKH)
         if implementation not in KERNELS:  # they turn them as they read them
-            q_BTNH, k_BSKH = (apply_rope(x, *jax.lax.stop_gradient(rotary)) for x in (q_BTNH, k_BSKH))
+            q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
             rotary = None
     mask = Mask.of(causal, window)
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else float(scale)

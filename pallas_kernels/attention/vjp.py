@@ -89,7 +89,8 @@ def attention_pallas(
       ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
     """
     if rotary is not None and q_BTNH.shape[3] % TURNED_IN_KERNEL:
-        q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
+        cos_BTR, sin_BTR = rotary
+        q_BTNH, k_BSKH = (apply_rope(x, cos_BTR, sin_BTR, by_product=True) for x in (q_BTNH, k_BSKH))
         rotary = None
     operands = (q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset)
     has = {"has_sinks": sinks_N is not None, "rotary": rotary is not None}

@@ -235,11 +235,23 @@ def check(op: str, kernel: str, problem: Problem, block: Block, chip: Chip | Non
 
 
 def check_block(
-    op: str, kernel: str, block: Block, chip: Chip | None, needs: Callable[[Block], int], best: Block
+    op: str,
+    kernel: str,
+    block: Block,
+    chip: Chip | None,
+    needs: Callable[[Block], int],
+    best: Block,
+    unit: Block = Block(LANES, LANES, LANES),
 ) -> None:
-    """The same for any kernel's block, by the bytes of VMEM that blocks need and the one that would be chosen."""
-    if any(size < 1 or size % LANES for size in dataclasses.astuple(block)):
-        raise ValueError(f"{op}: {kernel} block {block}: each must be a multiple of 128")
+    """The same for any kernel's block, by the bytes of VMEM that blocks need and the one that would be chosen.
+
+    Each size is a multiple of that of `unit`.
+    """
+    if any(
+        size < 1 or size % of for size, of in zip(dataclasses.astuple(block), dataclasses.astuple(unit), strict=True)
+    ):
+        each = "each must be a multiple of 128" if set(dataclasses.astuple(unit)) == {LANES} else f"multiples of {unit}"
+        raise ValueError(f"{op}: {kernel} block {block}: {each}")
     if chip is None:
         return
     needed, limit = needs(block), int(SHARE * chip.vmem_bytes)

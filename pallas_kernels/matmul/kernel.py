@@ -168,10 +168,10 @@ def dw_kernel(spec: Spec, *refs):
 
 
 def product(a, b, a_dim: int, b_dim: int):
-    """Contracts dim `a_dim` of a with `b_dim` of b, in float32."""
+    """Contracts dim `a_dim` of a with `b_dim` of b, in float32; of integers in int32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dims = (((a_dim,), (b_dim,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    dims, total = (((a_dim,), (b_dim,)), ((), ())), _widest(a.dtype)
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=total)
 
 
 def _taker(refs) -> Callable[[int | None], list]:
@@ -194,7 +194,11 @@ def clear(x, axis: int, at, spec: Spec, dim: str, wanted: bool):
     if not wanted:
         return x
     position = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + at * getattr(spec.block, dim)
-    return jnp.where(position < getattr(spec, dim), x.astype(jnp.float32), 0.0).astype(x.dtype)
+    return jnp.where(position < getattr(spec, dim), x.astype(_widest(x.dtype)), 0).astype(x.dtype)
+
+
+def _widest(dtype) -> type:
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def run_step(spec: Spec, dim: str, at, step: Callable[[bool], None]) -> None:

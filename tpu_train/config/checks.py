@@ -32,6 +32,11 @@ def check(config: Config) -> None:
     _check_signs(config)
     _check_model(config)
     _check_experts(config.model)
+    if config.run.quantized != "none" and config.model.num_experts:
+        raise UserError(
+            f"run.quantized={config.run.quantized} is for dense layers, and model.num_experts is "
+            f"{config.model.num_experts}; set run.quantized=none"
+        )
     _check_data(config)
     _check_optim(config)
     if config.run.init_from_ema and not config.run.init_from:

@@ -186,6 +186,9 @@ class RunConfig:
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    # The dense products of the blocks in int8, their operands quantised as they come: forward and backward, or forward
+    # alone. Weights, activations and gradients between them keep their dtypes. Not for experts.
+    quantized: Literal["none", "int8", "int8_forward"] = "none"
     # The same numbers from the same command on the same devices. On a GPU kernels that add in any order, or that are
     # chosen by measuring, give way to others; on CPUs and TPUs there are none, and this changes nothing.
     deterministic: bool = False

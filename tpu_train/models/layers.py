@@ -11,6 +11,7 @@ from flax import nnx
 
 from tpu_train import ops
 from tpu_train.config import ModelConfig
+from tpu_train.models.held import Held, scales_spec
 from tpu_train.models.init import Init
 from tpu_train.precision import Compute
 from tpu_train.sharding import SPECS, P, gather, gather_inside, is_local
@@ -50,13 +51,15 @@ activate.defvjp(
 )
 
 
-def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array:
+def project(x: jax.Array, w: nnx.Param | Held, dims: str, num_in: int = 1, *, compute: Compute) -> jax.Array:
     """x_BT... times the weight: contracts the last `num_in` dims of x with the first ones of w, in x's dtype.
 
     One product of matrices, [B T, in] x [in, out]: contracting B and T separately in the weight's gradient would make
     XLA on CPU transpose the activations first (measured: 1.5 times the whole step).
     """
     spec, in_spec, out_spec = SPECS[dims], SPECS["BT" + dims[:num_in]], SPECS["BT" + dims[num_in:]]
+    if isinstance(w, Held) or compute.quantized != "none":
+        return _project_quantized(x, w, dims, num_in, compute)
     w_ = w[...].astype(x.dtype)
     if jax.sharding.get_abstract_mesh().size == 1:  # XLA on CPU keeps a sum over one device
         return jax.reshard(_product(jax.reshard(x, P()), jax.reshard(w_, P()), num_in), out_spec)
@@ -70,27 +73,51 @@ def project(x: jax.Array, w: nnx.Param, dims: str, num_in: int = 1) -> jax.Array
     return jax.shard_map(local, in_specs=(in_spec, spec), out_specs=out_spec)(jax.reshard(x, in_spec), w_)
 
 
+def _project_quantized(x: jax.Array, w: nnx.Param | Held, dims: str, num_in: int, compute: Compute) -> jax.Array:
+    """`project` by ops.product. Along `tensor` each device quantises its own part of what is contracted."""
+    spec, in_spec, out_spec = SPECS[dims], SPECS["BT" + dims[:num_in]], SPECS["BT" + dims[num_in:]]
+
+    def local(x, w, scales):
+        w = gather_inside(w, dims)
+        x_MI = x.reshape(-1, math.prod(w.shape[:num_in]))
+        w_IO = w.reshape(x_MI.shape[1], -1)
+        y_MO = ops.product(x_MI, w_IO if scales is None else (w_IO, scales.reshape(1, -1)), compute=compute)
+        y = y_MO.reshape(*x.shape[:2], *w.shape[num_in:])
+        return jax.lax.psum(y, "tensor") if spec[0] == "tensor" else y
+
+    if isinstance(w, Held):
+        values, scales, of_scales = w.values, w.scales, scales_spec(dims, num_in)
+    else:
+        values, scales, of_scales = w[...].astype(x.dtype), None, None
+    if is_local():
+        return local(x, values, scales)
+    run = jax.shard_map(local, in_specs=(in_spec, spec, of_scales), out_specs=out_spec)
+    return run(jax.reshard(x, in_spec), values, scales)
+
+
 def _product(x: jax.Array, w: jax.Array, num_in: int) -> jax.Array:
     x_MI = x.reshape(-1, math.prod(w.shape[:num_in]))
     y_MO = jnp.einsum("MI,IO->MO", x_MI, w.reshape(x_MI.shape[1], -1))
     return y_MO.reshape(*x.shape[:2], *w.shape[num_in:])
 
 
-def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param, str], compute: Compute) -> list[jax.Array]:
+def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param | Held, str], compute: Compute) -> list[jax.Array]:
     """`project` of x by each (weight, dims).
 
     On a CPU that holds whole weights, one product with all of them side by side: narrow ones run at half the speed.
     """
     size = jax.sharding.get_abstract_mesh().shape
-    if compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1 or is_local():
-        return [project(x_BTD, w, dims) for w, dims in weights]
+    arrays = [(w, dims) for w, dims in weights if not isinstance(w, Held)]
+    apart = compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1 or is_local()
+    if apart or compute.quantized != "none" or len(arrays) < len(weights):
+        return [project(x_BTD, w, dims, compute=compute) for w, dims in weights]
     B, T, D = x_BTD.shape
-    whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in weights]
+    whole = [jax.reshard(gather(w[...], dims, x_BTD.dtype), P()).reshape(D, -1) for w, dims in arrays]
     y_MO = jnp.einsum("MD,DO->MO", x_BTD.reshape(B * T, D), jnp.concatenate(whole, axis=1))
     parts = jnp.split(y_MO, np.cumsum([w.shape[1] for w in whole])[:-1], axis=1)
     return [
         part.reshape(B, T, *w.shape[1:], out_sharding=SPECS["BT" + dims[1:]])
-        for part, (w, dims) in zip(parts, weights, strict=True)
+        for part, (w, dims) in zip(parts, arrays, strict=True)
     ]
 
 
@@ -150,7 +177,7 @@ class Attention(nnx.Module):
         offset: int | jax.Array = 0
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
-            q_BTNH, k_BTKH = (ops.apply_rope(x, context.cos_BTH, context.sin_BTH) for x in (q_BTNH, k_BTKH))
+            q_BTNH, k_BTKH = (ops.rope(x, context.cos_BTH, context.sin_BTH, context.compute) for x in (q_BTNH, k_BTKH))
             rotary = None
             offset = context.cache_position
             k_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[0], k_BTKH, offset, axis=1)
@@ -164,7 +191,7 @@ class Attention(nnx.Module):
             rotary=rotary,
             compute=context.compute,
         )
-        return project(o_BTNH, self.out_NHD, "NHD", num_in=2), cache
+        return project(o_BTNH, self.out_NHD, "NHD", num_in=2, compute=context.compute), cache
 
 
 class MLP(nnx.Module):
@@ -180,11 +207,11 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, compute: Compute) -> jax.Array:
         if self.gate_DF is None:
-            hidden_BTF = activate(self.activation, project(x_BTD, self.up_DF, "DF"))
-        elif ops.takes_gated_mlp(x_BTD, compute):
+            hidden_BTF = activate(self.activation, project(x_BTD, self.up_DF, "DF", compute=compute))
+        elif not isinstance(self.gate_DF, Held) and ops.takes_gated_mlp(x_BTD, compute):
             weights = self.gate_DF[...], self.up_DF[...]
             hidden_BTF = ops.gated_mlp(x_BTD, *weights, activation=self.activation, compute=compute)
         else:
             gate_BTF, up_BTF = project_each(x_BTD, (self.gate_DF, "DF"), (self.up_DF, "DF"), compute=compute)
             hidden_BTF = activate(self.activation, gate_BTF) * up_BTF
-        return project(hidden_BTF, self.down_FD, "FD")
+        return project(hidden_BTF, self.down_FD, "FD", compute=compute)
