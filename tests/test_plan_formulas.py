@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_train import chips, context, layout
-from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, UserError
+from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.flops import active_params, num_params, train_flops_per_token
 from tpu_train.planning import advice, cost, experts, memory, network, roofline, units, why
 from tpu_train.planning.memory import Split
@@ -220,36 +220,6 @@ def test_weights_cross_both_axes_that_share_them():
     # 2 rows of 16 tokens, one key head of 4: keys and values of 512 bytes, gathered and scattered in each layer.
     assert blocks["attention"].fast["context"] == pytest.approx(2 * 2 * 512 / 2 / 50e9)
     assert blocks["attention"].fast["fsdp"] == 0
-
-
-def test_a_step_in_stages_worked_by_hand():
-    """Two stages, two rounds of one layer each; 4 rows as 2 micro-batches of 2: 5 ticks for 4 that work."""
-    model = dataclasses.replace(TINY.model, num_layers=4)
-    config = dataclasses.replace(TINY, model=model, mesh=MeshConfig(data=1, stage=2, stage_rounds=2))
-    split = advice.own(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage_microbatches=2)),
-                       chips.parse("v5e-2")).split  # fmt: skip
-    assert (split.schedule.ticks, split.schedule.bubble) == (5, 1 / 5)
-    alone = {block.name: block for block in roofline.step(config, Split(fsdp=2), chips.parse("v5e-2")).blocks}
-    blocks = {block.name: block for block in roofline.step(config, split, chips.parse("v5e-2")).blocks}
-    for name in ("projections", "attention", "mlp"):
-        assert blocks[name].flops == 5 / 4 * alone[name].flops
-        assert blocks[name].network == 0
-    assert (blocks["embedding"], blocks["update"]) == (
-        dataclasses.replace(alone["embedding"], fast=blocks["embedding"].fast),
-        alone["update"],
-    )
-    assert blocks["embedding"].fast["stage"] == alone["embedding"].fast["fsdp"]
-    # A device takes 5 layers, each with 8 tokens, and reads 384 weights of its MLP and 8 x (24 + 24 + 24) numbers.
-    assert blocks["mlp"].bytes == 3 * 2 * 5 * (384 + 8 * 72)
-    # Weights: half of 4 * 576 in bfloat16, exchanged there and back; 16 tokens gathered and scattered, there and back;
-    # 8 tokens of 8 numbers sent on in each of 5 ticks, there and back.
-    sent = 2 * 4 * 576 * 2 / 2 / 4 + 4 * 16 * 8 * 2 / 2 + 2 * 5 * 8 * 8 * 2
-    assert blocks["stages"].fast["stage"] == pytest.approx(sent / 50e9)
-    # Of a weight 4 bytes read and 2 written, 2 read and 2 written; of its gradient 4 and 4 for each of 5 of 4 layers.
-    assert blocks["stages"].bytes == 4 * 576 * (10 / 2 + 8 * 5 / 4)
-    # The moments are split as over fsdp. In the blocks gradients are float32.
-    assert memory.moments(config, split) == memory.moments(config, Split(fsdp=2))
-    assert memory.gradients(model, split)[0] == 4 * 4 * 576 / 2 + 4 * 4 * 16
 
 
 def test_long_rows_are_spread_along_context():
