@@ -12,7 +12,7 @@ from tpu_train import chips, context, layout
 from tpu_train.config import Config, DataConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.flops import active_params, num_params, train_flops_per_token
 from tpu_train.planning import advice, cost, experts, memory, network, roofline, units, why
-from tpu_train.planning.memory import Split
+from tpu_train.planning.split import Split
 
 # D 8, N 2, K 1, H 4, F 16, V 32, two layers; rows of 4 tokens.
 TINY = Config(
