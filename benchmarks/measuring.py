@@ -18,6 +18,7 @@ from tpu_train import precision, train
 from tpu_train.config import Config, UserError
 from tpu_train.flops import num_params, train_flops_per_token
 from tpu_train.planning import memory
+from tpu_train.planning.split import Split
 from tpu_train.sharding import SPECS
 from tpu_train.train_step import batch_names, init_state
 
@@ -124,7 +125,7 @@ def cut_to_fit(config: Config, devices: int, room: float, dtype: str = "bfloat16
         made = dataclasses.replace(
             config, model=model, data=data, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1)
         )
-        split = memory.Split(fsdp=devices, accumulation=made.optim.accumulation_steps, remat=remat, dtype=dtype)
+        split = Split(fsdp=devices, accumulation=made.optim.accumulation_steps, remat=remat, dtype=dtype)
         return made if memory.training(made, split).total <= room else None
 
     rows = max(devices, config.data.batch_size // devices * devices)

@@ -20,7 +20,7 @@ from tpu_train.models import moe
 from tpu_train.models.transformer import Transformer, empty_cache
 from tpu_train.optim import make_optimizer
 from tpu_train.planning import experts, memory
-from tpu_train.planning.memory import Split
+from tpu_train.planning.split import Split
 from tpu_train.precision import Compute
 from tpu_train.sharding import P, outside
 from tpu_train.train_step import abstract_state

@@ -9,7 +9,7 @@ from tpu_train import chips
 from tpu_train.aot import child, flops
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig
 from tpu_train.planning import roofline
-from tpu_train.planning.memory import Split
+from tpu_train.planning.split import Split
 from tpu_train.precision import Compute
 from tpu_train.train_step import trace_step
 

@@ -63,5 +63,10 @@ def _call(
 
 def _dumped(instruction: Instruction, others: list[Instruction], dump: Path) -> str:
     """The call itself, or one of the same kernel: libtpu compiles what is equal once, under one of the names."""
-    same = [instruction, *(other for other in others if other.facts == instruction.facts)]
+    types = [(array.dtype, array.dims) for array in instruction.arrays]
+    same = [
+        other
+        for other in (instruction, *others)
+        if other.facts == instruction.facts and [(array.dtype, array.dims) for array in other.arrays] == types
+    ]
     return next((one.name for one in same if is_there(dump, one.name)), instruction.name)

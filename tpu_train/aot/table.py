@@ -194,6 +194,8 @@ class Report:
         yield f"  {a['bytes_accessed'] / 1e9:,.1f} GB between HBM and core"
         if a["cycles"] is None:
             yield "  no cycles: the compiler stopped, or its program can't be read back, before it gave an estimate"
+            if self.fits:
+                yield from self._kernels()
             return
         yield f"  predicted: {a['cycles'] / 1e6:,.0f} M cycles, XLA's own estimate, without the Pallas kernels"
         if self.kernel_cycles is None or self.seconds is None or self.compute_seconds is None:

@@ -12,8 +12,9 @@ from tpu_train import chips, layout, stages
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, UserError
 from tpu_train.planning import memory, roofline
-from tpu_train.planning.memory import Memory, Remat, Split
+from tpu_train.planning.memory import Memory
 from tpu_train.planning.roofline import Step
+from tpu_train.planning.split import Remat, Split
 
 REMAT: tuple[Remat, ...] = ("none", "dots", "full")  # from least recomputed to least kept
 MOST_MICRO_BATCHES = 64

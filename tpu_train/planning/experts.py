@@ -6,12 +6,9 @@ loads are even, which is what time counts. c bytes of the compute dtype, t = ten
 """
 
 import math
-from typing import TYPE_CHECKING
 
 from tpu_train.config import ModelConfig
-
-if TYPE_CHECKING:
-    from tpu_train.planning.memory import Split
+from tpu_train.planning.split import Split
 
 FLOAT32 = 4
 
@@ -31,13 +28,13 @@ def matrices(model: ModelConfig, num_experts: float) -> float:
     return num_experts * (3 if model.gated_mlp else 2) * model.model_dim * model.expert_size
 
 
-def gathered(model: ModelConfig, split: "Split") -> float:
+def gathered(model: ModelConfig, split: Split) -> float:
     """Bytes of a layer's experts once brought together over fsdp and context, and of the whole router."""
     here = matrices(model, model.num_experts / split.expert + model.num_shared_experts) / split.tensor
     return split.width * here + FLOAT32 * router_weights(model)
 
 
-def room(model: ModelConfig, split: "Split", tokens: int, seq_len: int) -> float:
+def room(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
     """S, the rows that a device has room for (moe.rows_at_home): X M min(k, E / X), or what a capacity lets come."""
     if split.expert == 1:
         return tokens * model.experts_per_token
@@ -49,7 +46,7 @@ def room(model: ModelConfig, split: "Split", tokens: int, seq_len: int) -> float
     return split.expert * tokens / length * each
 
 
-def kept(model: ModelConfig, split: "Split", tokens: int, seq_len: int) -> float:
+def kept(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> float:
     """Bytes that the backward pass keeps of a layer's mixture under remat none, in place of an MLP's.
 
     The experts' weights; the tokens in float32, which the router multiplies; its scores; rows at home, D wide and F
@@ -78,7 +75,7 @@ def flops(model: ModelConfig, forwards: int, products: int, of_shared: float) ->
     return 2.0 * model.num_layers * (chosen + shared + products * router_weights(model))
 
 
-def bytes_moved(model: ModelConfig, split: "Split", tokens: int, seq_len: int, forwards: int) -> float:
+def bytes_moved(model: ModelConfig, split: Split, tokens: int, seq_len: int, forwards: int) -> float:
     """Bytes of memory of a layer's experts, their weights read once in each product, and of what brings rows to them.
 
     A row is read and written by each permutation, exchange and sum; an exchange first fills its S rows with zeros.

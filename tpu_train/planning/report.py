@@ -10,6 +10,7 @@ from tpu_train.flops import active_params, forward_flops_per_token, num_params, 
 from tpu_train.layout import USUAL
 from tpu_train.planning import advice, cost, memory, network, why
 from tpu_train.planning.advice import Choice
+from tpu_train.planning.split import Split
 
 FORMULAS = {
     "projections": "2 L (D H (N + 2 K) + N H D)",
@@ -110,7 +111,7 @@ def _chips(fleet: Fleet, watts: float | None, usd: float | None, inputs: Inputs)
 
 def _memory(config: Config, choice: Choice) -> dict[str, Any]:
     room = choice.room
-    state = memory.state(config, memory.Split(dtype=choice.split.dtype))
+    state = memory.state(config, Split(dtype=choice.split.dtype))
     return {
         "parts": choice.memory.parts,
         "total": choice.memory.total,

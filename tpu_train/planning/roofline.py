@@ -18,7 +18,8 @@ from tpu_train.config import Config, ModelConfig, UserError
 from tpu_train.flops import forward_flops_per_token, layer_params, train_flops_per_token
 from tpu_train.layout import AXES
 from tpu_train.planning import experts, memory, network
-from tpu_train.planning.memory import FLOAT32, Split
+from tpu_train.planning.memory import FLOAT32
+from tpu_train.planning.split import Split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from tpu_train.config import Config, UserError
 from tpu_train.layout import USUAL
 from tpu_train.planning import advice, memory
 from tpu_train.planning.advice import Choice
+from tpu_train.planning.split import Split
 from tpu_train.planning.units import bytes_text, count_text, seconds_text
 
 
@@ -51,7 +52,7 @@ def reasons(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
 
 
 def _state(config: Config, choice: Choice) -> str:
-    size = memory.state(config, memory.Split(dtype=choice.split.dtype))
+    size = memory.state(config, Split(dtype=choice.split.dtype))
     text = f"weights, gradients and moments are {bytes_text(size)}"
     if choice.room is None:
         return f"{text}; the memory of this chip is unknown"
