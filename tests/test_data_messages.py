@@ -88,7 +88,7 @@ def test_a_damaged_byte_of_what_is_trained_on_is_named(config, tmp_path):
 def test_another_template_makes_other_tokens_and_another_position(config, tmp_path):
     config = dataclasses.replace(config, cache=str(tmp_path / "cache"))
     first = train_batches(config, vocab_size=256)
-    other = train_batches(dataclasses.replace(config, message_template="{role}: {content}\n"), vocab_size=256)
+    other = train_batches(dataclasses.replace(config, message_template=r"{role}: {content}\n"), vocab_size=256)
     assert len(list((tmp_path / "cache").iterdir())) == 2
     assert not np.array_equal(next(first)["tokens"], next(other)["tokens"])
     with pytest.raises(UserError, match="data fingerprint"):
@@ -132,6 +132,12 @@ def test_its_file_and_line_are_named_when_it_is_read(config, tmp_path):
         train_batches(dataclasses.replace(config, cache=str(tmp_path / "cache")), vocab_size=256)
 
 
+def test_a_backslash_and_an_n_in_the_template_are_a_line_break():
+    record = {"m": [{"role": "user", "content": r"a\n"}, {"role": "assistant", "content": "b"}]}
+    text = parse_line(json.dumps(record).encode(), Fields("text", "", "m", DataConfig().message_template), "a.jsonl:1")
+    assert text.turns == (("<|user|>\na\\n\n<|assistant|>\n", False), ("b\n", True))
+
+
 JSONL = ("data.source=jsonl", "data.paths=a.jsonl", "data.messages_key=m")
 
 
@@ -142,6 +148,7 @@ JSONL = ("data.source=jsonl", "data.paths=a.jsonl", "data.messages_key=m")
         ((*JSONL, "data.prompt_key=t"), "data.prompt_key is set beside messages_key"),
         (("data.messages_key=m",), "data.messages_key is set, but source=python_stdlib; only jsonl has messages"),
         (("data.message_template={role} {content}",), "data.message_template is set, but no messages_key; set"),
+        ((*JSONL, "data.message_template={role}\n{content}"), "has a line break; write \\n, a backslash and an n"),
         ((*JSONL, "data.message_template={content}"), "must have {role} once, and after it {content} once"),
         ((*JSONL, "data.message_template={content} {role}"), "must have {role} once, and after it {content} once"),
         ((*JSONL, "data.message_template={role}{role}{content}"), "must have {role} once"),

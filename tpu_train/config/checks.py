@@ -147,6 +147,8 @@ def _check_messages(data: DataConfig) -> None:
         raise UserError(
             f"data.message_template={data.message_template!r} must have {{role}} once, and after it {{content}} once"
         )
+    if "\n" in data.message_template:
+        raise UserError(r"data.message_template has a line break; write \n, a backslash and an n, for each")
     template = DataConfig().message_template
     if data.message_template != template and not any(source.messages_key for _, source in sources):
         raise UserError("data.message_template is set, but no messages_key; set data.messages_key")

@@ -110,9 +110,10 @@ class DataConfig:
     text_key: str = "text"  # the field of a JSONL line, or column of a Parquet file, that holds the text
     prompt_key: str = ""  # the field that stands before the text and is not trained on; empty: none
     # The field of a JSONL line that holds a conversation, [{"role": ..., "content": ...}, ...], in place of a text.
-    # Each message is the template filled in, and only what assistants say is trained on; see data/records.py.
+    # Each message is the template filled in, \n being a line break, and only what assistants say is trained on; see
+    # data/records.py.
     messages_key: str = ""
-    message_template: str = "<|{role}|>\n{content}\n"
+    message_template: str = r"<|{role}|>\n{content}\n"
     tokenizer: str = "bytes"  # "bytes" or the path of a Hugging Face tokenizer.json
     seq_len: int = 256
     batch_size: int = 16  # sequences per optimizer step, over all processes and micro-batches

@@ -1,10 +1,11 @@
-"""What a record holds: a text, a text after its prompt, or a conversation; each fault of one named by its place.
+r"""What a record holds: a text, a text after its prompt, or a conversation; each fault of one named by its place.
 
 A conversation is a list of messages, {"role": ..., "content": ...}, under `messages_key`. Each becomes
-data.message_template with role and content filled in, one after the other. Loss is on assistants' content, with what
-the template has after it, so that a model learns to stop: what stands before is given to it at inference. What is
-trained on, and each stretch of what is not, is tokenized by itself. The template is plain text, also to a tokenizer
-that has special tokens of that spelling, so content that spells it out looks like another message.
+data.message_template with role and content filled in, one after the other; a \n in it is a line break. Loss is on
+assistants' content, with what the template has after it, so that a model learns to stop: what stands before is given to
+it at inference. What is trained on, and each stretch of what is not, is tokenized by itself. The template is plain
+text, also to a tokenizer that has special tokens of that spelling, so content that spells it out looks like another
+message.
 """
 
 import json
@@ -95,7 +96,7 @@ def _wrong(message: Any) -> str | None:
 
 
 def _turns(messages: list[dict[str, str]], template: str) -> tuple[tuple[str, bool], ...]:
-    before, _, after = template.partition("{content}")
+    before, _, after = template.replace(r"\n", "\n").partition("{content}")
     turns: list[tuple[str, bool]] = []
     given = ""
     for message in messages:
