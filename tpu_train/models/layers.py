@@ -152,7 +152,7 @@ def apply_rope(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array, by_pro
     """Rotates the pairs (x[h], x[h + H/2]) by their angles (arXiv:2104.09864, in the half-split layout of Llama).
 
     `by_product`: the halves are exchanged by a product with a matrix of 0, 1 and -1, which is exact. Cut in two and put
-    together again, XLA on TPU makes three passes over x; with the product it makes one (benchmarks/norm_rope.py).
+    together again, XLA on TPU makes more passes over x (benchmarks/norm_rope.py).
     """
     if by_product:
         return _rotate(x_BTNH, cos_BTH, sin_BTH)
