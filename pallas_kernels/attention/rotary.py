@@ -10,7 +10,7 @@ def apply_rope(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array, by_pro
     """`x_BTNH` with its R = H/2 pairs turned by their angles, in float32; x's dtype out. Angles have no gradient.
 
     `by_product`: the halves are exchanged by a product with a matrix of 0, 1 and -1, which is exact. Cut in two and put
-    together again, XLA on TPU makes three passes over x; with the product it makes one (benchmarks/norm_rope.py).
+    together again, XLA on TPU makes more passes over x (benchmarks/norm_rope.py).
     """
     if by_product:
         return _turn_by_product(x_BTNH, cos_BTR, sin_BTR)
