@@ -4,7 +4,7 @@
     python benchmarks/norm_rope.py --what=step --topologies=v5e:1x1
 
 rope: q's projection, its rotation and its heads' way to the attention kernel's layout, forward and backward, with no
-rotation, with halves cut and put together again, and by a product (pallas_kernels.apply_rope). step: the real train
+rotation, with halves cut and put together again, and by a product with a matrix of 0, 1 and -1. step: the real train
 step of two layers of configs/llama3_8b.py's width, 4,096 tokens, on one chip: everything scheduled that computes some
 of a norm or of rope. Cycles are XLA's estimates, bytes its arguments and results: a fusion that has more in it
 (`dot` where a product is) has that in its figures too.
@@ -21,6 +21,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 
 from pallas_kernels import apply_rope, hlo_cost, schedule
@@ -30,11 +31,24 @@ from tpu_train import precision
 from tpu_train.train_step import trace_step
 
 B, T, D, N, H = 2, 2048, 4096, 32, 128
-ROPES = {
-    "none": lambda x, cos, sin: x,
-    "halves": apply_rope,
-    "product": functools.partial(apply_rope, by_product=True),
-}
+
+
+@jax.custom_vjp
+def by_product(x_BTNH, cos_BTR, sin_BTR):
+    """`apply_rope` with its halves exchanged by the matrix unit."""
+    half = x_BTNH.shape[-1] // 2
+    eye, zero = np.eye(half), np.zeros((half, half))
+    exchange_HH = jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BTNH.dtype)
+    other = jnp.einsum("BTNH,HG->BTNG", x_BTNH, exchange_HH, preferred_element_type=jnp.float32)
+    cos, sin = (jnp.concatenate([angle, angle], axis=-1)[:, :, None, :] for angle in (cos_BTR, sin_BTR))
+    return (x_BTNH.astype(jnp.float32) * cos + other * sin).astype(x_BTNH.dtype)
+
+
+by_product.defvjp(
+    lambda x, cos, sin: (by_product(x, cos, sin), (cos, sin)),
+    lambda angles, g: (by_product(g, angles[0], -angles[1]), None, None),
+)
+ROPES = {"none": lambda x, cos, sin: x, "halves": apply_rope, "product": by_product}
 STEP = ["model.num_layers=2", "model.remat=none", "model.vocab_size=8192", f"data.batch_size={B}", "mesh.fsdp=1"]
 
 

@@ -45,12 +45,8 @@ def test_flops_are_those_of_the_traced_step(mesh_of, mesh, micro, model, remat, 
     traced = trace_step(config, dataclasses.replace(ON_TPU, context_method=method), mesh_of(*mesh))
     counted = flops.count(traced.jaxpr, split.devices, config.model)
     step = roofline.step(config, split, chips.parse(f"v5e-{split.devices}"))
-    # The backward pass also sums the rows of o * do, which is written as a product and leaves no work to matrix units.
-    row_sums = 2 * 8 * seq_len * 4 * 8 * 4 / split.devices
-    if method == "ring":  # once for each pair of chunks: of two chunks, three at the first stop, two at the other
-        row_sums *= 5 / 2
     total = sum(block.flops for block in step.blocks)
-    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)
+    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +72,5 @@ def test_flops_of_experts_are_those_of_the_traced_step_if_loads_are_even(mesh_of
     filled = child.rows_filled(config, dict(mesh.shape))
     counted = flops.count(trace_step(config, ON_TPU, mesh).jaxpr, expert, config.model, filled)
     step = roofline.step(config, split, chips.parse(f"v5e-{expert}"))
-    row_sums = 2 * 8 * 128 * 4 * 8 * 2 / expert
     total = sum(block.flops for block in step.blocks)
-    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"] - row_sums, rel=1e-9)
+    assert total == pytest.approx(counted["xla_flops"] + counted["kernel_flops"], rel=1e-9)

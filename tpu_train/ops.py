@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import apply_rope
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.vjp import LARGEST_HEAD_DIM
 from pallas_kernels.attention.xla import cudnn_can_run
@@ -72,11 +73,6 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
     )
 
 
-def rope(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array, compute: Compute) -> jax.Array:
-    """`x_BTNH` with its R = H/2 pairs turned by their angles, outside a kernel."""
-    return pallas_kernels.apply_rope(x_BTNH, cos_BTR, sin_BTR, by_product=compute.platform == "tpu")
-
-
 @jax.named_scope("flash_attention")
 def attention(
     q_BTNH: jax.Array,
@@ -96,7 +92,7 @@ def attention(
     """
     if jax.sharding.get_abstract_mesh().shape["context"] > 1:
         if rotary is not None:
-            q_BTNH, k_BSKH = (rope(x, *rotary, compute) for x in (q_BTNH, k_BSKH))
+            q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
         return _context_attention(
             *(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT),
             window=window,

@@ -2,40 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 @jax.named_scope("rope")
-def apply_rope(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array, by_product: bool = False) -> jax.Array:
-    """`x_BTNH` with its R = H/2 pairs turned by their angles, in float32; x's dtype out. Angles have no gradient.
-
-    `by_product`: the halves are exchanged by a product with a matrix of 0, 1 and -1, which is exact. Cut in two and put
-    together again, XLA on TPU makes more passes over x (benchmarks/norm_rope.py).
-    """
-    if by_product:
-        return _turn_by_product(x_BTNH, cos_BTR, sin_BTR)
+def apply_rope(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
+    """`x_BTNH` with its R = H/2 pairs turned by their angles, in float32; x's dtype out. Angles have no gradient."""
     cos, sin = (jax.lax.stop_gradient(angle)[:, :, None, :] for angle in (cos_BTR, sin_BTR))
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(turn(first, second, cos, sin), axis=-1).astype(x_BTNH.dtype)
-
-
-@jax.custom_vjp
-def _turn_by_product(x_BTNH, cos_BTR, sin_BTR):
-    half = x_BTNH.shape[-1] // 2
-    eye, zero = np.eye(half), np.zeros((half, half))
-    exchange_HH = jnp.asarray(np.block([[zero, eye], [-eye, zero]]), x_BTNH.dtype)
-    other = jnp.einsum(
-        "BTNH,HG->BTNG", x_BTNH, exchange_HH, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    cos, sin = (jnp.concatenate([angle, angle], axis=-1)[:, :, None, :] for angle in (cos_BTR, sin_BTR))
-    return (x_BTNH.astype(jnp.float32) * cos + other * sin).astype(x_BTNH.dtype)
-
-
-# The transpose of a rotation is the one by the opposite angle.
-_turn_by_product.defvjp(
-    lambda x, cos, sin: (_turn_by_product(x, cos, sin), (cos, sin)),
-    lambda angles, g: (_turn_by_product(g, angles[0], -angles[1]), None, None),
-)
 
 
 def turn(first, second, cos, sin):

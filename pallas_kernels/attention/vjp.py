@@ -1,11 +1,10 @@
-"""Calls of the attention kernels: layouts, block specs, the gradient.
+"""Calls of the attention kernels: grids, block specs, the gradient.
 
 Operands and results are [B, N, H, T], tokens in the lanes: so XLA lays out what comes of the projections anyway, and
 copies nothing but to pad tokens to whole blocks. Keys beyond what VMEM holds are cut into parts: the forward kernel
 walks them in its grid; the backward pass runs once per part and adds up dq in float32.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention import blocks
+from pallas_kernels.attention import blocks, layouts
 from pallas_kernels.attention.kernel import LOG2_E, Spec, backward_kernel, forward_kernel
 from pallas_kernels.attention.rotary import apply_rope
 from pallas_kernels.attention.visits import Visits
@@ -22,47 +21,6 @@ from pallas_kernels.runtime import chip_in_use, divide, facts, shape_like, vary_
 
 LARGEST_HEAD_DIM = 256
 TURNED_IN_KERNEL = 32  # head dims that are a multiple of it: their halves fill whole tiles of bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call's static side: the kernels' spec, dims as they are, and how to run."""
-
-    spec: Spec
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    HV: int
-    vmem_limit: int
-    interpret: bool
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.T // self.spec.sizes.q)
-
-    @property
-    def parts(self) -> int:
-        return -(-self.S // self.spec.sizes.resident)
-
-    @property
-    def facts(self) -> dict[str, int | bool | None]:
-        """What its pairs of blocks follow from (cases.runs)."""
-        visits, sizes = self.spec.visits, self.spec.sizes
-        heads = {"rows": self.B, "heads": self.N, "kv_heads": self.K}
-        lengths = {"queries": self.T, "keys": self.S, "q": sizes.q, "k": sizes.k, "resident": sizes.resident}
-        seen = {"left": visits.mask.left, "right": visits.mask.right, "offset": visits.offset}
-        return {**heads, **lengths, **seen, "segmented": visits.segmented}
-
-    @property
-    def padded_queries(self) -> int:
-        return self.q_blocks * self.spec.sizes.q
-
-    @property
-    def padded_keys(self) -> int:
-        return self.parts * self.spec.sizes.resident
 
 
 def attention_pallas(
@@ -89,13 +47,12 @@ def attention_pallas(
       ValueError: float16; a head dim over 256; block sizes that can't be; a mesh with Explicit axes in use.
     """
     if rotary is not None and q_BTNH.shape[3] % TURNED_IN_KERNEL:
-        cos_BTR, sin_BTR = rotary
-        q_BTNH, k_BSKH = (apply_rope(x, cos_BTR, sin_BTR, by_product=True) for x in (q_BTNH, k_BSKH))
+        q_BTNH, k_BSKH = (apply_rope(x, *rotary) for x in (q_BTNH, k_BSKH))
         rotary = None
     operands = (q_BTNH, k_BSKH, v_BSKH, q_segment_ids_BT, kv_segment_ids_BS, q_offset)
     has = {"has_sinks": sinks_N is not None, "rotary": rotary is not None}
     call, segments, offset_1 = prepare(*operands, mask, scale, soft_cap, sizes, interpret, **has)
-    angles = None if rotary is None else _angles(call, *rotary)
+    angles = None if rotary is None else layouts.angles(call, *rotary)
     return _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N)
 
 
@@ -127,10 +84,10 @@ def prepare(
     q_scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
     spec = Spec(visits, sizes, bend, scale, scale / q_scale, q_scale, has_sinks, rotary)
     limit = blocks.vmem_limit(sizes, H, HV, dtype.itemsize, chip)
-    call = _Call(spec, B, T, S, N, K, H, HV, limit, interpret)
+    call = layouts.Call(spec, B, T, S, N, K, H, HV, limit, interpret)
     segments = None
     if q_ids_BT is not None:
-        segments = _segments(call, q_ids_BT, kv_ids_BS)
+        segments = layouts.segments(call, q_ids_BT, kv_ids_BS)
     offset_1 = vary_like(jnp.asarray(q_offset, jnp.int32).reshape(1), q_BTNH)
     return call, segments, offset_1
 
@@ -140,7 +97,7 @@ def _attend(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N):
     return _attend_fwd(call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N)[0]
 
 
-def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N):
+def _attend_fwd(call: layouts.Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N):
     sizes, visits = call.spec.sizes, call.spec.visits
     group = call.N // call.K
     blocks_per_part = sizes.resident // sizes.k
@@ -159,7 +116,7 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1,
     def k_map(b, k, g, i, part, offset_ref):  # the keys and values of a part
         return b, k, 0, part_of(i, part, offset_ref)
 
-    in_specs, operands = _row_specs(
+    in_specs, operands = layouts.row_specs(
         call,
         *(segments, angles),
         lambda b, k, g, i, part, ref: (b, i),
@@ -173,7 +130,7 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1,
         pl.BlockSpec((None, None, call.H, sizes.resident), k_map),
         pl.BlockSpec((None, None, call.HV, sizes.resident), k_map),
     ]
-    operands += [_queries(call, q_BTNH), _keys(call, k_BSKH), _keys(call, v_BSKH)]
+    operands += [layouts.queries(call, q_BTNH), layouts.keys(call, k_BSKH), layouts.keys(call, v_BSKH)]
     o, lse = _pallas_call(
         call,
         forward_kernel,
@@ -200,11 +157,11 @@ def _attend_fwd(call: _Call, q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1,
             pltpu.SMEM((sizes.q // sizes.forward.queries,), jnp.int32),
         ],
     )
-    o_BTNH, lse_BNT = _tokens_first(o, call.T), lse[:, :, 0, : call.T]
+    o_BTNH, lse_BNT = layouts.tokens_first(o, call.T), lse[:, :, 0, : call.T]
     return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N, o_BTNH, lse_BNT)
 
 
-def attend_backward(call: _Call, residuals, cotangents):
+def attend_backward(call: layouts.Call, residuals, cotangents):
     """Gradients of q, k, v and sinks, from `_attend_fwd`'s residuals; o and lse may be those of more keys."""
     q_BTNH, k_BSKH, v_BSKH, segments, angles, offset_1, sinks_N, o_BTNH, lse_BNT = residuals
     do_BTNH, dlse_BNT = cotangents
@@ -214,9 +171,11 @@ def attend_backward(call: _Call, residuals, cotangents):
         blind_BNT = jnp.isneginf(lse_BNT)
         p_BNT = jnp.exp(sinks_N[None, :, None] - jnp.where(blind_BNT, jnp.inf, lse_BNT))
         dsinks_N = -jnp.sum(jnp.where(blind_BNT, 0.0, p_BNT * delta_BNT), axis=(0, 2))
-    q = _queries(call, q_BTNH)
-    operands = [q, _queries(call, o_BTNH), _queries(call, do_BTNH), _rows(call, lse_BNT), _rows(call, dlse_BNT)]
-    operands += [_keys(call, k_BSKH), _keys(call, v_BSKH)]
+    operands = [
+        *(layouts.queries(call, x) for x in (q_BTNH, o_BTNH, do_BTNH)),
+        *(layouts.rows(call, x) for x in (lse_BNT, dlse_BNT)),
+        *(layouts.keys(call, x) for x in (k_BSKH, v_BSKH)),
+    ]
     if call.parts == 1:
         dq, dk, dv = _backward_part(call, offset_1, 0, segments, angles, operands, q_BTNH.dtype)
     else:
@@ -225,18 +184,18 @@ def attend_backward(call: _Call, residuals, cotangents):
             dq_part, dk, dv = _backward_part(call, offset_1, part, segments, angles, operands, jnp.float32)
             return dq + dq_part, (dk, dv)
 
-        zeros = vary_like(jnp.zeros(q.shape, jnp.float32), q)
+        zeros = vary_like(jnp.zeros(operands[0].shape, jnp.float32), operands[0])
         dq, parts = jax.lax.scan(add_part, zeros, jnp.arange(call.parts, dtype=jnp.int32))
         dk, dv = (jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], call.padded_keys) for x in parts)
-    dq_BTNH = _tokens_first(dq, call.T).astype(q_BTNH.dtype)
-    dk_BSKH, dv_BSKH = (_tokens_first(x, call.S) for x in (dk, dv))
+    dq_BTNH = layouts.tokens_first(dq, call.T).astype(q_BTNH.dtype)
+    dk_BSKH, dv_BSKH = (layouts.tokens_first(x, call.S) for x in (dk, dv))
     return dq_BTNH, dk_BSKH, dv_BSKH, None, None, None, dsinks_N
 
 
 _attend.defvjp(_attend_fwd, attend_backward)
 
 
-def _backward_part(call: _Call, offset_1, part, segments, angles, operands, dq_dtype):
+def _backward_part(call: layouts.Call, offset_1, part, segments, angles, operands, dq_dtype):
     """dq from one part of the keys, [B, N, H, T] in whole blocks, and that part's dk and dv, [B, K, H, resident]."""
     sizes = call.spec.sizes
     group = call.N // call.K
@@ -253,7 +212,7 @@ def _backward_part(call: _Call, offset_1, part, segments, angles, operands, dq_d
     def block(shape, index_map):
         return pl.BlockSpec((None, None, *shape), index_map)
 
-    in_specs, of_rows = _row_specs(
+    in_specs, of_rows = layouts.row_specs(
         call, segments, angles, lambda b, k, g, i, ref: (b, i), lambda b, k, g, i, ref: (b, ref[1])
     )
     in_specs += [
@@ -297,7 +256,7 @@ def _backward_part(call: _Call, offset_1, part, segments, angles, operands, dq_d
 
 
 def _pallas_call(
-    call: _Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
+    call: layouts.Call, kernel, scalars, operands, *, grid, semantics, in_specs, out_specs, out_shape, scratch_shapes
 ):
     mask = call.spec.visits.mask
     whole = "_whole" if mask.left is None and mask.right is None else ""  # so that its FLOPs can be told
@@ -321,91 +280,9 @@ def _pallas_call(
         )(scalars, *operands)
 
 
-def _parts_met(call: _Call) -> int:
+def _parts_met(call: layouts.Call) -> int:
     """Most parts of the keys that a block of queries meets."""
     mask, sizes = call.spec.visits.mask, call.spec.sizes
     if mask.left is None or mask.right is None:
         return call.parts
     return min(call.parts, (sizes.q + mask.left + mask.right - 1) // sizes.resident + 2)
-
-
-def _queries(call: _Call, x_BTNH):
-    """[B, N, H, T], T in whole blocks."""
-    return _pad(x_BTNH.transpose(0, 2, 3, 1), 3, call.padded_queries, 0)
-
-
-def _keys(call: _Call, x_BSKH):
-    """[B, K, H, S], S in whole parts."""
-    return _pad(x_BSKH.transpose(0, 2, 3, 1), 3, call.padded_keys, 0)
-
-
-def _tokens_first(x_BNHT, length: int):
-    """The first `length` tokens, as [B, T, N, H]."""
-    return x_BNHT[..., :length].transpose(0, 3, 1, 2)
-
-
-def _rows(call: _Call, x_BNT):
-    """[B, N, 1, T], T in whole blocks; those past the end saw nothing."""
-    return _pad(x_BNT, 2, call.padded_queries, -jnp.inf)[:, :, None, :]
-
-
-def _pad(x, axis: int, size: int, fill):
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
-
-
-def _segments(call: _Call, q_ids_BT, kv_ids_BS):
-    """Ids with padding that matches nothing, [B, 1, rows], and [B, 3, blocks]: least, greatest and only id of each."""
-    sizes = call.spec.sizes
-    out = []
-    for ids, size, block, none in (
-        (q_ids_BT, call.padded_queries, sizes.q, -1),
-        (kv_ids_BS, call.padded_keys, sizes.k, -2),
-    ):
-        ids = _pad(ids.astype(jnp.int32), 1, size, none)
-        ids = jnp.where(ids > 0, ids, none)
-        cut = ids.reshape(ids.shape[0], -1, block)
-        greatest = jnp.max(cut, axis=2)
-        least = jnp.min(jnp.where(cut > 0, cut, jnp.iinfo(jnp.int32).max), axis=2)
-        only = jnp.where((jnp.min(cut, axis=2) == greatest) & (greatest > 0), greatest, none)
-        out.append((ids[:, None, :], jnp.stack([least, greatest, only], axis=1)))
-    (q_ids, q_blocks), (k_ids, k_blocks) = out
-    return [q_ids, k_ids, q_blocks, k_blocks]
-
-
-def _angles(call: _Call, cos_BTR, sin_BTR):
-    """cos and sin [B, R, rows] of the queries and of the keys, in whole blocks."""
-    angles = [x.swapaxes(1, 2) for x in (cos_BTR, sin_BTR)]
-    return [_pad(x, 2, size, 0) for size in (call.padded_queries, call.padded_keys) for x in angles]
-
-
-def _row_specs(call: _Call, segments, angles, query_block, key_part):
-    """Block specs and operands of `_segments` and `_angles`; the functions give (b, block) of the grid's indices."""
-
-    def q_map(*at):
-        b, i = query_block(*at)
-        return b, 0, i
-
-    def k_map(*at):
-        b, part = key_part(*at)
-        return b, 0, part
-
-    def all_blocks_map(*at):
-        return at[0], 0, 0
-
-    sizes = call.spec.sizes
-    specs = []
-    if segments is not None:
-        specs += [
-            pl.BlockSpec((None, 1, sizes.q), q_map),
-            pl.BlockSpec((None, 1, sizes.resident), k_map),
-            pl.BlockSpec((None, 3, call.q_blocks), all_blocks_map, memory_space=pltpu.SMEM),
-            pl.BlockSpec((None, 3, call.padded_keys // sizes.k), all_blocks_map, memory_space=pltpu.SMEM),
-        ]
-    if angles is not None:
-        specs += [pl.BlockSpec((None, call.H // 2, sizes.q), q_map)] * 2
-        specs += [pl.BlockSpec((None, call.H // 2, sizes.resident), k_map)] * 2
-    return specs, [*(segments or []), *(angles or [])]

@@ -177,7 +177,7 @@ class Attention(nnx.Module):
         offset: int | jax.Array = 0
         k_BSKH, v_BSKH = k_BTKH, v_BTKH
         if cache is not None:
-            q_BTNH, k_BTKH = (ops.rope(x, context.cos_BTH, context.sin_BTH, context.compute) for x in (q_BTNH, k_BTKH))
+            q_BTNH, k_BTKH = (ops.apply_rope(x, context.cos_BTH, context.sin_BTH) for x in (q_BTNH, k_BTKH))
             rotary = None
             offset = context.cache_position
             k_BSKH = jax.lax.dynamic_update_slice_in_dim(cache[0], k_BTKH, offset, axis=1)
