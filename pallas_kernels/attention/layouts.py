@@ -1,4 +1,4 @@
-"""What the attention kernels are called with: a call's sizes, its operands as the kernels lay them out, their blocks."""
+"""How the attention kernels are called: a call's sizes, its operands as the kernels lay them out, and their blocks."""
 
 import dataclasses
 
