@@ -42,8 +42,10 @@ def round_gradient(x: jax.Array) -> jax.Array:
 round_gradient.defvjp(lambda x: (x, None), lambda _, g: (g.astype(jnp.bfloat16).astype(g.dtype),))
 
 
-def attention(name, B, T, S, N, K, H, *, segments=False, sinks=False, **options) -> Problem:
+def attention(name, B, T, S, N, K, H, *, segments=False, sinks=False, rotary=False, **options) -> Problem:
     """`options` are of flash_attention: causal, window, logit_soft_cap."""
+    angles = np.arange(T)[:, None] * 10_000.0 ** (-np.arange(0, H, 2) / H)
+    turns = tuple(jnp.asarray(np.broadcast_to(f(angles), (B, *angles.shape)), jnp.float32) for f in (np.cos, np.sin))
     ids = np.sort(np.random.default_rng(0).integers(1, 4, (B, T)), axis=1).astype(np.int32) if segments else None
     shapes: dict[str, tuple[int, ...]] = {"q": (B, T, N, H), "k": (B, S, K, H), "v": (B, S, K, H)}
     shapes |= {"sinks": (N,)} if sinks else {}
@@ -54,14 +56,15 @@ def attention(name, B, T, S, N, K, H, *, segments=False, sinks=False, **options)
             q_segment_ids_BT=None if ids is None else jnp.asarray(ids),
             kv_segment_ids_BS=None if ids is None else jnp.asarray(ids),
             sinks_N=x.get("sinks"),
+            rotary=turns if rotary else None,
             return_lse=True,
             implementation=implementation,
             **options,
         )
 
     def plain(x):
-        q_BTKGH = x["q"].reshape(B, T, K, N // K, H)
-        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, x["k"], preferred_element_type=jnp.float32)
+        q, k = (pallas_kernels.apply_rope(x[name], *turns) if rotary else x[name] for name in ("q", "k"))
+        s = jnp.einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k, preferred_element_type=jnp.float32)
         s = round_gradient(s) * H**-0.5
         if cap := options.get("logit_soft_cap"):
             s = cap * jnp.tanh(s / cap)
@@ -130,6 +133,22 @@ def grouped(D, F, sizes: tuple[int, ...], rest: int) -> Problem:
     return Problem("grouped_matmul", f"{T}x{D}x{F} in {len(sizes)} groups", shapes, ours, plain, ("y",))
 
 
+def quantized(T, D, F, block: int | None = None) -> Problem:
+    """Weights held in int8, with no gradient, and both operands quantised as they come. The plain code is XLA's way of
+    the same, since against products that are not quantised there is only the rounding to see."""
+
+    def ours(x, implementation):
+        held_DF = pallas_kernels.quantize(jax.lax.stop_gradient(x["w"]), block=block)
+        held = pallas_kernels.quantized_matmul(jax.lax.stop_gradient(x["x"]), held_DF, implementation=implementation)
+        return held, pallas_kernels.dynamic_quantized_matmul(x["x"], x["w"], implementation=implementation)
+
+    shapes = {"x": (T, D), "w": (D, F)}
+    name = f"{T}x{D}x{F}" + (f", blocks of {block}" if block else "")
+    return Problem(
+        "quantized_matmul", name, shapes, ours, functools.partial(ours, implementation="xla"), ("held", "trained")
+    )
+
+
 def cross_entropy(T, D, V, z_loss=0.0, cap=None) -> Problem:
     """The head in float32, as in training."""
     labels = np.random.default_rng(0).integers(0, V, T).astype(np.int32)
@@ -155,7 +174,7 @@ def problems() -> list[Problem]:
     """Of every op, the last ones with tails."""
     return [
         attention("causal 1024, 8 and 2 heads of 128", 1, 1024, 1024, 8, 2, 128),
-        attention("causal 1000, heads of 64", 2, 1000, 1000, 4, 4, 64),
+        attention("causal 1000, rotary, heads of 64", 2, 1000, 1000, 4, 4, 64, rotary=True),
         attention("window 256, 1500, heads of 128", 1, 1500, 1500, 4, 2, 128, window=256),
         attention("packed, soft cap 20, 1100", 2, 1100, 1100, 4, 1, 128, segments=True, logit_soft_cap=20.0),
         # Many heads, since a gradient of four numbers says little of its error.
@@ -165,6 +184,8 @@ def problems() -> list[Problem]:
         gated(1000, 640, 1500, recompute=True),
         fused(1000, 640, 1500),
         grouped(512, 640, (200, 0, 1, 300, 129, 128, 70, 100), 72),
+        quantized(16, 4096, 1024),
+        quantized(300, 640, 1500, block=128),
         cross_entropy(1024, 512, 8192),
         cross_entropy(777, 640, 5003, z_loss=1e-3, cap=30.0),
     ]

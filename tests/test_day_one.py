@@ -30,9 +30,11 @@ V5E, V5P = CHIPS["v5e"], CHIPS["v5p"]
 table = test_tuned.table
 TINY = [
     tpu_numerics.attention("tail", 1, 130, 130, 2, 1, 16, window=70, segments=True, logit_soft_cap=5.0),
+    tpu_numerics.attention("rotary", 1, 130, 130, 2, 1, 32, rotary=True),
     tpu_numerics.gated(70, 40, 130),
     tpu_numerics.fused(70, 40, 130),
     tpu_numerics.grouped(40, 130, (30, 0, 45), 7),
+    tpu_numerics.quantized(40, 70, 130),
     tpu_numerics.cross_entropy(70, 40, 300, z_loss=1e-2, cap=3.0),
 ]
 

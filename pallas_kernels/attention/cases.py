@@ -16,6 +16,8 @@ from pallas_kernels.cases import Case
 from pallas_kernels.runtime import CHIPS
 from pallas_kernels.schedule import Counts, Region, ScheduleError
 
+_ONLY_BODY = "body"  # no region's name
+
 
 def cases() -> list[Case]:
     """bf16, causal, no packing. One case: the compiler takes a minute over it, writing its dumps."""
@@ -85,12 +87,12 @@ def _counts(kernel: str, values: Mapping[str, Any]) -> dict[str, float]:
     if kernel == "backward":  # each part of the keys in a call of its own
         bodies = {name: count / parts for name, count in bodies.items()}
     met = sum(bodies.values())
-    counts = {"grid": float(steps), "loop1": float(steps)} | bodies
+    counts = {"grid": float(steps), "loop1": float(steps), "when2/loop1": met, _ONLY_BODY: met} | bodies
     part = values["resident"] // values["k"]
     once = values["rows"] * values["kv_heads"] * part
     if kernel == "forward":  # parts of the keys are set anew for each block of queries
         return counts | {"when1/loop1": once if parts == 1 else steps * parts * part}
-    return counts | {"when1/loop1": once, "when2/loop1": met, "when3/loop1": once}
+    return counts | {"when1/loop1": once, "when3/loop1": once}
 
 
 def _pairs(visits: Visits, offset: int) -> dict[str, int]:
@@ -115,4 +117,6 @@ def _runs(counts: Mapping[str, float], region: Region) -> float | None:
     A region of two steps that multiplies is a body of visits.py. Where the mask cuts nothing the only one is the loop.
     """
     end = "/".join(region.name.split("/")[-2:])
-    return counts.get(end) if region.matmuls or not end.startswith("loop1/") else None
+    if not region.matmuls:
+        return None if end.startswith("loop1/") else counts.get(end)
+    return counts.get(end) if end.startswith("loop1/") else counts.get(_ONLY_BODY if end.endswith("/loop1") else end)

@@ -40,6 +40,7 @@ class Spec:
     q_scale: float
     has_sinks: bool
     rotary: bool
+    interpreted: bool
 
 
 class _Forward(NamedTuple):
@@ -294,8 +295,10 @@ class _Tasks:
             yield task, waiting.pop(0)
 
 
-def _product(a, b, a_dim: int, b_dim: int):
+def _product(spec: Spec, a, b, a_dim: int, b_dim: int):
     """Contracts dim `a_dim` of a with `b_dim` of b, in float32."""
+    if spec.interpreted:  # XLA on CPU may fold a transpose into a product of bfloat16, which it then refuses to run
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((a_dim,), (b_dim,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -313,7 +316,7 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
         refs.fresh[tile // tasks.cut.queries] = 0
 
     def scores(task):
-        return _product(refs.k[tasks.keys(task), :], refs.q[:, tasks.queries(task)], 1, 0)
+        return _product(spec, refs.k[tasks.keys(task), :], refs.q[:, tasks.queries(task)], 1, 0)
 
     for task, s_KQ in tasks.pipelined(scores):
         tile = task[0]
@@ -327,7 +330,7 @@ def _forward_block(spec, view, block, refs: _Forward, segments):
         before = refs.acc[:, rows[tile]]
         if tile in fresh:  # the accumulator still holds what another block left
             before = jnp.where(fresh.pop(tile), 0.0, before)
-        pv_HQ = _product(refs.vt[:, tasks.keys(task)], p_KQ.astype(refs.vt.dtype), 1, 0)
+        pv_HQ = _product(spec, refs.vt[:, tasks.keys(task)], p_KQ.astype(refs.vt.dtype), 1, 0)
         refs.acc[:, rows[tile]] = before * shrink + pv_HQ
     for tile in tiles:
         refs.m[:, rows[tile]] = m[tile]
@@ -340,8 +343,8 @@ def _backward_block(spec, view, block, refs: _Backward, segments):
 
     def scores(task):
         queries, keys = tasks.queries(task), tasks.keys(task)
-        s_KQ = _product(refs.k[keys, :], refs.q[:, queries], 1, 0)
-        return s_KQ, _product(refs.v[keys, :], refs.do[:, queries], 1, 0)
+        s_KQ = _product(spec, refs.k[keys, :], refs.q[:, queries], 1, 0)
+        return s_KQ, _product(spec, refs.v[keys, :], refs.do[:, queries], 1, 0)
 
     for task, (s_KQ, dp_KQ) in tasks.pipelined(scores):
         queries, keys = tasks.queries(task), tasks.keys(task)
@@ -354,6 +357,6 @@ def _backward_block(spec, view, block, refs: _Backward, segments):
         if spec.bend is not None:
             ds_KQ = ds_KQ * (1.0 - bent_KQ * bent_KQ)
         p_KQ, ds_KQ = p_KQ.astype(refs.qt.dtype), ds_KQ.astype(refs.qt.dtype)
-        refs.dv_acc[:, keys] += _product(refs.do[:, queries], p_KQ, 1, 1)
-        refs.dk_acc[:, keys] += _product(refs.q[:, queries], ds_KQ, 1, 1)
-        refs.dq_acc[:, queries] += _product(kt_ref[:, keys], ds_KQ, 1, 0)
+        refs.dv_acc[:, keys] += _product(spec, refs.do[:, queries], p_KQ, 1, 1)
+        refs.dk_acc[:, keys] += _product(spec, refs.q[:, queries], ds_KQ, 1, 1)
+        refs.dq_acc[:, queries] += _product(spec, kt_ref[:, keys], ds_KQ, 1, 0)

@@ -82,7 +82,7 @@ def prepare(
     visits = Visits(mask, T, S, sizes.q, sizes.k, offset, segmented=q_ids_BT is not None)
     bend = None if soft_cap is None else soft_cap * LOG2_E
     q_scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
-    spec = Spec(visits, sizes, bend, scale, scale / q_scale, q_scale, has_sinks, rotary)
+    spec = Spec(visits, sizes, bend, scale, scale / q_scale, q_scale, has_sinks, rotary, interpret)
     limit = blocks.vmem_limit(sizes, H, HV, dtype.itemsize, chip)
     call = layouts.Call(spec, B, T, S, N, K, H, HV, limit, interpret)
     segments = None
