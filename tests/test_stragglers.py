@@ -58,11 +58,14 @@ def test_a_process_is_slow_if_it_alone_takes_long_and_it_matters(own, slowest):
 def test_the_one_of_two_processes_that_reads_slowly_is_named(config_file, cache, tmp_path):
     faulty = tmp_path / "faulty.py"
     faulty.write_text(config_file.read_text() + SLOW)
-    flags = ("--processes=2", "--set=run.steps=8", "--set=run.log_every=4", "--set=run.sample_tokens=0")
+    flags = ("--processes=2", "--set=run.steps=12", "--set=run.log_every=4", "--set=run.sample_tokens=0")
     child = Child(faulty, tmp_path / "run", cache, *flags)
     assert child.finish() == 0, child.err
     named = re.findall(
         r"^step (\d+): process (\d) of 2 holds up the others: (\d+) ms of its own", child.out, re.MULTILINE
     )
-    assert [(step, process) for step, process, _ in named] == [("4", "1"), ("8", "1")]
+    assert {process for _, process, _ in named} == {"1"}
+    # By step 4 process 0 may have been as slow, with imports of its own.
+    assert [step for step, _, _ in named if step != "4"] == ["8", "12"]
+    named = [line for line in named if line[0] != "4"]
     assert all(float(ms) >= 370 for _, _, ms in named)  # the last four steps hold three waits, one lies before
