@@ -19,7 +19,7 @@ from tpu_train.config import Config, UserError
 from tpu_train.flops import num_params, train_flops_per_token
 from tpu_train.planning import memory
 from tpu_train.planning.split import Split
-from tpu_train.sharding import SPECS
+from tpu_train.sharding import outside
 from tpu_train.train_step import batch_names, init_state
 
 IN_FLIGHT_BYTES = 2**30  # of results that calls may leave behind while others wait
@@ -156,7 +156,7 @@ def random_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array
         "weights": np.ones(shape, np.float32),
         "segment_ids": np.ones(shape, np.int32),
     }
-    sharding = jax.NamedSharding(mesh, SPECS["ABT"])
+    sharding = jax.NamedSharding(mesh, outside("ABT", mesh))
     return {name: jax.device_put(arrays[name], sharding) for name in batch_names(config)}
 
 

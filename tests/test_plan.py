@@ -76,6 +76,13 @@ def test_the_mesh_of_the_config_is_planned_where_it_has_one(plan):
     assert read["suggestion"]["set"] == json.loads(plan(*flags)[1])["suggestion"]["set"]
 
 
+def test_what_the_plan_leaves_out_of_a_quantised_run_is_said():
+    for value, wanted in (("none", 0), ("int8", 1)):
+        config = config_lib.load(str(ROOT / "configs" / "tiny.py"), [f"run.quantized={value}"])
+        notes = report.report(config, chips.parse("v5e-4"), report.Inputs())["notes"]
+        assert sum(f"without run.quantized={value}" in note for note in notes) == wanted
+
+
 def test_the_plan_of_a_mixture_names_its_active_parameters_and_what_crosses_expert(plan):
     flags = [f"--config={ROOT / 'configs' / 'moe_tiny.py'}", "--chips=v5e-4"]
     code, out, _ = plan(*flags, "--set=mesh.data=1", "--set=mesh.expert=4")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tpu_train import chips
-from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig
+from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, UserError
 from tpu_train.planning import advice, memory, roofline, text
 from tpu_train.planning.memory import Split
 from tpu_train.planning.report import Inputs, report
@@ -44,6 +44,13 @@ def test_a_step_in_stages_worked_by_hand():
     # The moments are split as over fsdp. In the blocks gradients are float32.
     assert memory.moments(config, split) == memory.moments(config, Split(fsdp=2))
     assert memory.gradients(config.model, split)[0] == 4 * 4 * 576 / 2 + 4 * 4 * 16
+
+
+def test_a_mixture_of_experts_in_stages_is_refused():
+    model = dataclasses.replace(STAGED.model, num_experts=4, expert_dim=8)
+    config = dataclasses.replace(STAGED, model=model)
+    with pytest.raises(UserError, match=r"no mixture of experts in stages \(mesh\.stage=2\); `tpu-train compile` does"):
+        report(config, chips.parse("v5e-2"), Inputs())
 
 
 def test_the_plan_says_how_long_a_stage_is_idle():

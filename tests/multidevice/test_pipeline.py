@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_experts import assert_same
 
 from tpu_train import blame
 from tpu_train.config import UserError
@@ -64,13 +65,6 @@ def three_steps(tiny, random_batch, fresh_state, place, mesh_of):
         return done[shape, variant]
 
     return run
-
-
-def assert_same(got, wanted):
-    for mine, right in zip(got[0], wanted[0], strict=True):
-        assert mine == pytest.approx(right, rel=1e-5)
-    for name, w in wanted[1].items():
-        np.testing.assert_allclose(got[1][name], w, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.slow

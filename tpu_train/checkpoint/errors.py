@@ -30,10 +30,7 @@ def reason_of(error: Exception) -> str:
 def is_of_storage(error: BaseException | None) -> bool:
     """Whether the file system refused; TensorStore's errors are ValueErrors that quote the system's or name a state."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, OSError) or re.search(
-            r"os_error_code=|OS error \d|^(UNAVAILABLE|RESOURCE_EXHAUSTED)", text
-        ):
+        if isinstance(error, OSError) or _OF_TENSORSTORE.search(str(error)):
             return True
         error = error.__cause__
     return False

@@ -76,6 +76,11 @@ def own(config: Config, fleet: Fleet) -> Choice:
     """The config's own mesh, micro-batches and remat policy."""
     sizes = dict(zip(layout.AXES, layout.mesh_shape(config.mesh, fleet.devices), strict=True))
     layout.check_fits(config, sizes)
+    if sizes["stage"] > 1 and config.model.num_experts:
+        raise UserError(
+            f"plan knows no mixture of experts in stages (mesh.stage={sizes['stage']}); `tpu-train compile` does, or "
+            "take mesh.stage=1"
+        )
     plan = stages.schedule(config, sizes)
     split = Split(
         **sizes,

@@ -218,6 +218,8 @@ def _notes(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
         found.append(f"Google names this slice {fleet.chip.name}-{2 * fleet.chips // fleet.slices}, counting cores")
     if config.optim.optimizer == "muon":
         found.append("memory leaves out what Muon's orthogonalisation holds for a moment")
+    if config.run.quantized != "none":
+        found.append(f"time and memory are without run.quantized={config.run.quantized}, which the plan does not know")
     if config.model.num_experts:
         found.append("memory has room for the rows of the worst case, as the trainer has; time takes loads to be even")
     if fleet.chip.platform != "tpu":
