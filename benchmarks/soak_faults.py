@@ -137,7 +137,9 @@ def stop_signal(start: Start, draw: random.Random) -> bool:
         return False
     start.process.terminate()
     start.wait_until(lambda: False)
-    if start.process.exitcode not in (0, 128 + signal.SIGTERM):
+    # Once all is saved, while it draws its chart, a signal ends it as it ends any program.
+    done = complete(start.workdir) and start.process.exitcode == -signal.SIGTERM
+    if not done and start.process.exitcode not in (0, 128 + signal.SIGTERM):
         raise Lost(f"SIGTERM gave the exit code {start.process.exitcode}: {start.text[-400:]}")
     return True
 

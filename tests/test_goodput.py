@@ -93,7 +93,7 @@ def test_a_step_under_way_is_counted_once_it_is_done():
     time.sleep(0.2)
     Values.done.set()
     clock.settle(all_done=True)
-    assert 0.4 <= clock.seconds["step"] < 2
+    assert 0.4 <= clock.seconds["step"] < 15
     assert clock.seconds.get("data", 0.0) < clock.seconds["step"]
     clock.close()
 

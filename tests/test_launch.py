@@ -114,7 +114,7 @@ class Sandbox:
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
         process = self.start(*arguments, **variables)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=240)
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
     def installs(self) -> list[str]:
@@ -233,7 +233,7 @@ def test_two_at_once_set_up_once(ready):
     if not shutil.which("flock"):
         pytest.skip("this machine has no flock, so neither has the script")
     both = [ready.start("train"), ready.start("test")]
-    assert [process.communicate(timeout=30) and process.returncode for process in both] == [0, 0]
+    assert [process.communicate(timeout=240) and process.returncode for process in both] == [0, 0]
     assert ready.created() == 1
 
 

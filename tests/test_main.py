@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -79,10 +80,15 @@ def child(code, *arguments, **options):
         [sys.executable, *(["-c", code] if code else ["-m", "tpu_train.main"]), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         **options,
     )
+
+
+def cpu_seconds_of_children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_without_arguments_it_shows_the_commands_and_fails(tpu_train):
@@ -103,9 +109,9 @@ def test_help_shows_the_commands(tpu_train, flag):
 @pytest.mark.parametrize("command", main.COMMANDS)
 def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
     program = "import sys; from tpu_train import main; main.main(sys.argv); sys.exit('jax' in sys.modules)"
-    began = time.monotonic()
+    began = cpu_seconds_of_children()
     done = child(program, command, "--help")
-    assert time.monotonic() - began < 2
+    assert cpu_seconds_of_children() - began < 2
     assert (done.returncode, done.stderr) == (0, "")
     listed = re.findall(r"^  --(\w+) +(\S.*)$", done.stdout, re.M)
     wanted = {
@@ -306,7 +312,7 @@ def test_a_reader_that_goes_away_gives_no_traceback(arguments):
     os.close(reading)
     command = [sys.executable, "-m", "tpu_train.main", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, timeout=60)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, timeout=240)
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
@@ -331,17 +337,17 @@ if not {accelerator}:
 
 def test_ctrl_c_before_the_run_has_begun_gives_one_line(tmp_path):
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(60)\n")
+    slow.write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "tpu_train.main", "train", f"--config={slow}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     begun = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 120
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < limit
             time.sleep(0.02)
         begun.send_signal(signal.SIGINT)
-        assert begun.communicate(timeout=30)[1] == "tpu-train: stopped at once\n"
+        assert begun.communicate(timeout=120)[1] == "tpu-train: stopped at once\n"
         assert begun.returncode == 130
     finally:
         begun.kill()

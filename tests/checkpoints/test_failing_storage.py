@@ -47,7 +47,7 @@ def random_state(step):
 
 
 def until_told(step, checkpoints):
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 240
     while not checkpoints.poll():
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -73,7 +73,7 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_next_step(opened, sa
 
 def train(saver, parts, steps, enough=lambda saved: False):
     """Steps through `steps`, or until `enough` saves were started; returns the steps at which they were."""
-    saved, limit = [], time.monotonic() + 60
+    saved, limit = [], time.monotonic() + 240
     for step in steps:
         time.sleep(0.01)
         assert time.monotonic() < limit
@@ -141,7 +141,7 @@ def test_when_the_time_for_trying_is_over_the_run_stops_with_the_reason(opened, 
     began = time.monotonic()
     with no_large_files(), pytest.raises(SaveFailed) as failed:
         train(saving, parts, range(2, 10_000))
-    assert 0.5 < time.monotonic() - began < 60
+    assert 0.5 < time.monotonic() - began < 240
     line = str(failed.value)
     assert "File too large" in line
     assert line.endswith("; kept: checkpoint of step 1; gave up after trying for 0.00833333 min")

@@ -152,7 +152,7 @@ class Sandbox:
 
     def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
         process = self.start(script, *arguments, **variables)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=240)
         assert not list(self.folder.rglob("owned"))
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
@@ -161,7 +161,7 @@ class Sandbox:
         ours, theirs = pty.openpty()
         process = self.start(script, *arguments, stdin=theirs)
         os.write(ours, answer.encode())
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=240)
         os.close(ours)
         os.close(theirs)
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)

@@ -58,7 +58,7 @@ def test_submit_hands_over_a_script_that_runs_the_command_as_written(cluster):
     expected = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --time=1-00:00:00 --open-mode=append --requeue"
     assert {*expected.split(), "--partition=p q", "--account=$(touch owned)", "--cpus-per-task=32"} <= set(call)
     assert {"--job-name=run1", "--output=my log", "--signal=B:USR1@120"} <= set(call)
-    assert start_job(cluster, "tpu-train", *HOSTILE).wait(30) == 0
+    assert start_job(cluster, "tpu-train", *HOSTILE).wait(240) == 0
     assert not list(cluster.folder.rglob("owned"))
     assert cluster.trained() == [["1", *HOSTILE]]
 
@@ -85,7 +85,7 @@ def test_the_script_passes_shellcheck(cluster):
 
 
 def test_exit_codes_are_kept_and_end_the_job(cluster):
-    assert start_job(cluster, "bash", "-c", "exit 3").wait(30) == 3
+    assert start_job(cluster, "bash", "-c", "exit 3").wait(240) == 3
     assert [call[0] for call in cluster.calls()] == ["srun"]
 
 
@@ -95,7 +95,7 @@ def test_a_job_whose_time_is_up_saves_and_goes_back_into_the_queue(cluster):
     while not (cluster.folder / "going").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 0
+    assert job.wait(240) == 0
     assert (cluster.folder / "saved").exists()
     assert cluster.calls()[1:] == [["scontrol", "requeue", "42"]]
 
@@ -106,7 +106,7 @@ def test_a_command_that_ends_well_in_its_last_minutes_is_not_run_again(cluster):
     while not (cluster.folder / "going").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 0
+    assert job.wait(240) == 0
     assert [call[0] for call in cluster.calls()] == ["srun"]
 
 

@@ -40,12 +40,12 @@ def outcomes(address, members, seconds):
 
 
 def test_all_are_let_through_once_they_are_there(address):
-    assert outcomes(address, [(2, 4), (1, 4), (0, 4), (3, 4)], 20) == [None] * 4
+    assert outcomes(address, [(2, 4), (1, 4), (0, 4), (3, 4)], 120) == [None] * 4
 
 
 def test_the_missing_are_named_to_all_who_came(address):
-    got = outcomes(address, [(0, 5), (3, 5), (1, 5)], 1)
-    assert got == ["3 of 5 processes joined within 1 s; missing: 2, 4"] * 3
+    got = outcomes(address, [(0, 5), (3, 5), (1, 5)], 3)
+    assert got == ["3 of 5 processes joined within 3 s; missing: 2, 4"] * 3
 
 
 def test_a_missing_process_0_is_named(address):
@@ -54,8 +54,8 @@ def test_a_missing_process_0_is_named(address):
 
 
 def test_processes_that_contradict_each_other_are_refused(address):
-    assert outcomes(address, [(0, 2), (1, 3)], 20) == ["process 1 was started as one of 3, process 0 as one of 2"] * 2
-    assert outcomes(address, [(0, 3), (1, 3), (1, 3)], 20) == ["two processes were started as process 1 of 3"] * 3
+    assert outcomes(address, [(0, 2), (1, 3)], 120) == ["process 1 was started as one of 3, process 0 as one of 2"] * 2
+    assert outcomes(address, [(0, 3), (1, 3), (1, 3)], 120) == ["two processes were started as process 1 of 3"] * 3
 
 
 def test_a_stranger_on_the_port_is_passed_over(address):
@@ -72,7 +72,7 @@ def test_a_stranger_on_the_port_is_passed_over(address):
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    assert outcomes(address, [(0, 2)], 1) == ["1 of 2 processes joined within 1 s; missing: 1"]
+    assert outcomes(address, [(0, 2)], 2) == ["1 of 2 processes joined within 2 s; missing: 1"]
     thread.join()
 
 
@@ -82,7 +82,7 @@ def tpu_train(tmp_path, **variables):
     environment |= {"PYTHONPATH": str(ROOT), "TPU_TRAIN_JOIN_SECONDS": "2", **variables}
     flags = [f"--config={ROOT / 'configs/tiny.py'}", f"--workdir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "tpu_train.main", "train", *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert not (tmp_path / "run").exists()
     return done.returncode, done.stderr
 
