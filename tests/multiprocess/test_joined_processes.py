@@ -26,7 +26,7 @@ from tpu_train.sharding import SPECS
 from tpu_train.train_step import abstract_state, init_state, make_train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-# A run that is read to step 5 comes to no save before it is held up, one that is read a little past a save not to its end.
+# A run that is read to step 5 is held up before its first save, one that is read a little past that before its end.
 SAVE_EVERY = 10 + Child.AHEAD
 STEPS = 3 * SAVE_EVERY
 REASON = r"tpu-train: process 1 of 2 was ended by SIGKILL; the others were stopped"
