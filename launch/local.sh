@@ -131,11 +131,18 @@ make_venv() {
   "$python" -m venv "$venv"
 }
 
+# Everything is compiled to bytecode now, as pip does by itself, or the first run would parse a million lines. Our own
+# files too, which nobody installs; where that can't be, the first run only starts later.
 install() {
+  install_packages || return
+  "$venv/bin/python" -m compileall -q tpu_train pallas_kernels || true
+}
+
+install_packages() {
   local target=.${extras:+[$extras]}
   cd "$repo" || return
   if [[ -n $uv ]]; then
-    if "$uv" pip install --quiet --python "$venv/bin/python" -e "$target"; then return; fi
+    if "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" -e "$target"; then return; fi
     echo "uv failed (above); tried pip:"
   fi
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip || return

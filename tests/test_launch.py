@@ -43,8 +43,8 @@ venv*)
 "pip install")
   [[ -z ${FAIL:-} ]] || { echo "no such package: jaxx"; exit 3; }
   [[ -z ${SLOW:-} ]] || { touch "$SLOW"; sleep 60; }
-  printf '#!/usr/bin/env bash\\necho "tpu-train [$*] in [$PWD]"\\n' >"${5%/python}/tpu-train"
-  chmod +x "${5%/python}/tpu-train"
+  printf '#!/usr/bin/env bash\\necho "tpu-train [$*] in [$PWD]"\\n' >"${6%/python}/tpu-train"
+  chmod +x "${6%/python}/tpu-train"
   ;;
 esac
 """
@@ -53,6 +53,7 @@ VENV_PYTHON = """\
 #!/usr/bin/env bash
 case "$1 ${{2:-}}" in
 "-m pytest") shift 2; echo "pytest [$*] in [$PWD]" ;;
+"-m compileall") shift 2; echo "compiled: $*" >>"$CALLS" ;;
 "-m pip")
   [[ -n ${{PIP_WORKS:-}} ]] || exit 1
   [[ $3 == --version ]] || cp "$(type -P true)" "${{0%/python}}/tpu-train"
@@ -155,6 +156,9 @@ def test_first_run_sets_up_once_and_passes_everything_on(ready):
     assert second.stdout == f"tpu-train [anything else] in [{ready.folder}]\n"
     assert second.stderr == ""
     assert ready.installs() == ["."]
+    calls = ready.calls.read_text()
+    assert " --compile-bytecode " in calls
+    assert calls.endswith("\ncompiled: -q tpu_train pallas_kernels\n")
 
 
 def test_tests_run_in_the_repository_and_extras_are_remembered(ready):
