@@ -127,11 +127,6 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
             "batch_size / optim.accumulation_steps=6 does not divide over the 4 devices of mesh axis data x expert x f",
         ),
         (
-            (1, 1, 1, 2),
-            ["model.num_experts=4", "model.capacity_factor=1"],
-            "model.capacity_factor counts the tokens of whole rows, which mesh.context splits",
-        ),
-        (
             (1, 1, 1, 1, 1, 2),
             ["model.num_layers=6"],
             "does not divide into the 2 pieces of mesh.stage=2 x mesh.stage_rounds=1; take a multiple of 4",

@@ -129,16 +129,16 @@ def test_activations_of_experts_are_what_jax_keeps(mesh_of, expert, change, rema
     assert 0 <= kept_by_jax(model) - planned <= 5 * 4 * (8 * 4 + 3 * 4)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(("devices", "parts"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("change", [{}, {"capacity_factor": 1.25}, {"num_experts": 8, "experts_per_token": 3}])
-def test_room_for_rows_is_the_trainers(devices, change):
+def test_room_for_rows_is_the_trainers(devices, parts, change):
     model = dataclasses.replace(MIXTURE, **change)
-    split = Split(expert=devices)
-    planned = experts.room(model, split, 3 * LENGTH, LENGTH)
+    split = Split(expert=devices, context=parts)
+    planned = experts.room(model, split, 3 * LENGTH, parts * LENGTH)
     if devices == 1:
         assert planned == 3 * LENGTH * model.experts_per_token
     else:
-        assert planned == moe.rows_at_home(model, devices, 3, LENGTH)
+        assert planned == moe.rows_at_home(model, devices, 3, LENGTH, parts)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -47,10 +47,5 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
         if dim % shards:
             split = " x ".join(axis for axis in axes if size[axis] > 1 or axis in USUAL)
             raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {split}")
-    if model.capacity_factor is not None and size["context"] > 1:
-        raise UserError(
-            "model.capacity_factor counts the tokens of whole rows, which mesh.context splits; set "
-            "model.capacity_factor=none or mesh.context=1"
-        )
     context.check(config, size)
     stages.check(config, size)

@@ -26,6 +26,8 @@ CASES = [
     ((1, 1, 1, 1, 4), "aux loss"),
     ((2, 2, 1, 1, 2), "bias"),
     ((1, 1, 2, 2, 2), "aux loss"),
+    ((1, 1, 1, 4, 2), "bias"),  # a capacity counts along a row that lies in eight chunks on four devices
+    ((2, 1, 1, 2, 1), "bias"),
 ]
 ALONE = (1, 1, 1, 1, 1)
 

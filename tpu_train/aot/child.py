@@ -80,7 +80,7 @@ def rows_filled(config: config_lib.Config, size: dict[str, int]) -> float:
         return 1.0
     rows = config.data.batch_size // config.optim.accumulation_steps // (size["data"] * size["expert"] * size["fsdp"])
     length = config.data.seq_len // size["context"]
-    room = moe.rows_at_home(config.model, size["expert"], rows, length)
+    room = moe.rows_at_home(config.model, size["expert"], rows, length, size["context"])
     return rows * length * config.model.experts_per_token / room
 
 

@@ -56,10 +56,13 @@ def capacity(config: ModelConfig, row_length: int) -> int | None:
     return math.ceil(share - 1e-9 * share)
 
 
-def rows_at_home(config: ModelConfig, devices: int, rows: int, row_length: int) -> int:
-    """The most rows that can come for a device's experts, from tokens [rows, row_length] of each of `devices`."""
-    here, most = config.num_experts // devices, capacity(config, row_length)
-    each = row_length * min(config.experts_per_token, here)
+def rows_at_home(config: ModelConfig, devices: int, rows: int, length: int, parts: int = 1) -> int:
+    """The most rows that can come for a device's experts, from tokens [rows, length] of each of `devices`.
+
+    `length` is one of the `parts` that a row is cut into along `context`.
+    """
+    here, most = config.num_experts // devices, capacity(config, parts * length)
+    each = length * min(config.experts_per_token, here)
     return devices * rows * (each if most is None else min(each, here * most))
 
 
@@ -127,7 +130,8 @@ class MoE(nnx.Module):
             y_RD = experts(x_RD, count_E)
         else:
             there, back, sizes = dispatch.slices(count_E)
-            rows = rows_at_home(self.config, jax.lax.axis_size("expert"), *real_BT.shape)
+            devices, parts = jax.lax.axis_size("expert"), jax.lax.axis_size("context")
+            rows = rows_at_home(self.config, devices, *real_BT.shape, parts)
             ragged = compute.platform == "tpu"
             y_SD = experts(dispatch.exchange(x_RD, there, back, rows, ragged), sizes)
             y_RD = dispatch.exchange(y_SD, back, there, x_RD.shape[0], ragged)
@@ -135,15 +139,29 @@ class MoE(nnx.Module):
         y_MD = jnp.sum(y_MKD.astype(jnp.float32) * gates_MK[:, :, None], axis=1)
         return jax.lax.psum(y_MD.astype(x_BTD.dtype), "tensor").reshape(x_BTD.shape), load
 
-    def _within_capacity(self, chosen_MK, row_length: int):
-        """E, nobody, in place of a chosen expert that is full."""
-        most, E = capacity(self.config, row_length), self.config.num_experts
+    def _within_capacity(self, chosen_MK, length: int):
+        """E, nobody, in place of a chosen expert that is full. Of each row the device has `length` tokens."""
+        C, E = jax.lax.axis_size("context"), self.config.num_experts
+        most = capacity(self.config, C * length)
         if most is None:
             return chosen_MK
-        chosen_BR = chosen_MK.reshape(-1, row_length * chosen_MK.shape[1])
-        of_BRE = (chosen_BR[:, :, None] == jnp.arange(E)[None, None]).astype(jnp.int32)
-        nth_BR = jnp.sum(jnp.cumsum(of_BRE, axis=1) * of_BRE, axis=2)  # from 1
-        return jnp.where(nth_BR <= most, chosen_BR, E).reshape(chosen_MK.shape)
+        chunks = 1 if C == 1 else 2
+        chosen_BcR = chosen_MK.reshape(-1, chunks, length // chunks * chosen_MK.shape[1])
+        of_BcRE = jax.nn.one_hot(chosen_BcR, E, dtype=jnp.int32)
+        nth_BcRE = jnp.cumsum(of_BcRE, axis=2)  # from 1
+        if C > 1:
+            nth_BcRE += _chosen_in_chunks_before(nth_BcRE[:, :, -1])[:, :, None]
+        nth_BcR = jnp.sum(nth_BcRE * of_BcRE, axis=3)
+        return jnp.where(nth_BcR <= most, chosen_BcR, E).reshape(chosen_MK.shape)
+
+
+def _chosen_in_chunks_before(count_BcE: jax.Array) -> jax.Array:
+    """Of the rows whose chunks lie along `context`, two a device (context.py): what those before in the row count."""
+    C, me = jax.lax.axis_size("context"), jax.lax.axis_index("context")
+    count_CBcE = jax.lax.all_gather(count_BcE, "context")
+    number_1Cc = jnp.stack([jnp.arange(C), 2 * C - 1 - jnp.arange(C)], axis=1)[None]
+    mine_c11 = jnp.stack([me, 2 * C - 1 - me])[:, None, None]
+    return jnp.einsum("cCd,CBdE->BcE", (number_1Cc < mine_c11).astype(jnp.int32), count_CBcE)
 
 
 def _count(chosen, num_experts: int) -> jax.Array:
