@@ -131,7 +131,7 @@ class MoE(nnx.Module):
         else:
             there, back, sizes = dispatch.slices(count_E)
             devices, parts = jax.lax.axis_size("expert"), jax.lax.axis_size("context")
-            rows = rows_at_home(self.config, devices, *real_BT.shape, parts)
+            rows = rows_at_home(self.config, devices, *real_BT.shape, parts=parts)
             ragged = compute.platform == "tpu"
             y_SD = experts(dispatch.exchange(x_RD, there, back, rows, ragged), sizes)
             y_RD = dispatch.exchange(y_SD, back, there, x_RD.shape[0], ragged)
