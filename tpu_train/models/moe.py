@@ -130,8 +130,9 @@ class MoE(nnx.Module):
             y_RD = experts(x_RD, count_E)
         else:
             there, back, sizes = dispatch.slices(count_E)
-            devices, parts = jax.lax.axis_size("expert"), jax.lax.axis_size("context")
-            rows = rows_at_home(self.config, devices, *real_BT.shape, parts=parts)
+            size = {axis: jax.lax.axis_size(axis) for axis in ("expert", "context")}
+            B, T = real_BT.shape
+            rows = rows_at_home(self.config, size["expert"], B, T, size["context"])
             ragged = compute.platform == "tpu"
             y_SD = experts(dispatch.exchange(x_RD, there, back, rows, ragged), sizes)
             y_RD = dispatch.exchange(y_SD, back, there, x_RD.shape[0], ragged)
