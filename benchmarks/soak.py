@@ -67,7 +67,7 @@ def config():
 
 
 def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> None:
-    """In a forked process: the command, its output in a file, under a clock that jumps if there is a seed for it."""
+    """In a forked process: the command, its output in a file, under a clock that jumps each second if there is a seed for it."""
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}  # for processes that it starts
     os.environ["XLA_FLAGS"] = re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -76,8 +76,9 @@ def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> Non
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if seed is not None:
-        draw, clock = random.Random(seed), time.time
-        time.time = lambda: clock() + draw.choice([-7200.0, 0.0, 7200.0])
+        # Not at each call: Orbax times its saves by it, and none would ever be done.
+        clock, jump = time.time, lambda: random.Random(seed + int(time.monotonic())).choice([-7200.0, 0.0, 7200.0])
+        time.time = lambda: clock() + jump()
     from tpu_train import main
 
     sys.exit(main.main(["tpu-train", "train", *arguments]))

@@ -46,13 +46,15 @@ def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_torn(tmp_path, 
         try:
             for step in range(2, 6):
                 writer.write(step, {"loss": 1.5})
+            with pytest.raises(OSError, match=r"File too large, and lines of metrics\.jsonl wait$"):
+                writer.flush()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert steps_of(tmp_path) == [1]
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"tpu-train: {tmp_path}/metrics.jsonl: File too large; its lines wait"
-        writer.write(6, {"loss": 1.5})
-        assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+        writer.flush()
+        assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
 def test_step_among_the_values_is_rejected(tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs whose checkpoints are damaged, whose folder goes away, or that keep the best."""
 
+import resource
 import shutil
 
 import numpy as np
@@ -34,6 +35,48 @@ def test_a_folder_that_is_gone_for_some_steps_costs_no_step(config_of, at_step, 
     assert {6, 8} <= set(saved_steps(made.run.workdir))
     assert steps_logged(made.run.workdir) == list(range(1, 9))
     assert run(made) == 0
+
+
+def test_the_line_of_a_step_is_written_before_its_checkpoint(config_of, monkeypatch):
+    made, save, last_line = config_of(), saver.Checkpoints.save, {}
+
+    def noted(self, step, *parts):
+        last_line[step] = steps_logged(made.run.workdir)[-1]
+        save(self, step, *parts)
+
+    monkeypatch.setattr(saver.Checkpoints, "save", noted)
+    assert run(made) == 0
+    assert last_line == {4: 4, 8: 8}
+
+
+def test_no_checkpoint_while_lines_wait_for_the_disk(config_of, at_step, monkeypatch, capsys):
+    """A start from it would not write them: a run that was killed then would lack them for ever."""
+    monkeypatch.setattr(saver, "_FIRST_WAIT", 0.0)
+    made = config_of()
+    at_step({4: full(True), 6: full(False)})
+    try:
+        assert run(made) == 0
+    finally:
+        full(False)()
+    err = capsys.readouterr().err.splitlines()
+    assert any(
+        "saving step 4 in" in line and "failed: [Errno 27] File too large, and lines of metrics.jsonl wait" in line
+        for line in err
+    )
+    assert err[-1] == "tpu-train: saving works again"
+    assert 4 not in saved_steps(made.run.workdir)
+    assert steps_logged(made.run.workdir) == list(range(1, 9))
+
+
+def full(is_full):
+    """No file may grow past 100 bytes, which metrics.jsonl has by then."""
+
+    def act(*done):
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if is_full else hard, hard))
+        return done
+
+    return act
 
 
 def move(source, target):

@@ -33,7 +33,8 @@ class MetricsWriter:
         path = workdir / FILE_NAME
         _keep_up_to(path, resume_step)
         self._file = paths.open_to_append(path)
-        self._waiting, self._refused = b"", False
+        self._waiting = b""
+        self._refusal: OSError | None = None  # why
         self._remote = paths.is_remote(workdir)
         self._tensorboard_dir = workdir / "tensorboard"
         self._resume_step = resume_step
@@ -53,11 +54,14 @@ class MetricsWriter:
                     self._tensorboard_writer().add_scalar(name, number, step)
 
     def flush(self) -> None:
-        """What was written is where it belongs, unless the disk or the bucket refuses."""
+        """What was written is where it belongs. Raises OSError if the disk or the bucket refuses; then it waits."""
         self._write_waiting(flush=True)
+        if self._refusal is not None:
+            raise OSError(self._refusal.errno, f"{self._refusal.strerror}, and lines of {FILE_NAME} wait")
 
     def close(self) -> None:
-        self.flush()
+        with contextlib.suppress(OSError):
+            self.flush()
         with contextlib.suppress(OSError):
             self._file.close()
         if self._tensorboard is not None:
@@ -70,11 +74,11 @@ class MetricsWriter:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             if flush:
                 self._file.flush()
-            self._refused = False
+            self._refusal = None
         except OSError as error:
-            if not self._refused:
+            if self._refusal is None:
                 print(f"tpu-train: {self._file.name}: {error.strerror}; its lines wait", file=sys.stderr, flush=True)
-            self._refused = True
+            self._refusal = error
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -105,8 +105,6 @@ class Reporter:
             self._writer.write(step, line)
         eta = None if self._step_seconds is None else self._step_seconds * (last - step)
         say(metrics.format_progress(step, last, line, eta))
-        if step == self.last_good:
-            self._flush()
         if step == self._first_step:
             say(f"first step done {time.monotonic() - self._start_time:.1f} s after the start")
 
@@ -136,15 +134,16 @@ class Reporter:
         if self._ledger is not None and self._first_step <= self._config.run.steps:
             say(f"time: {self._ledger.summary(self._clock.seconds)}")
 
-    def _flush(self) -> None:
-        """A start from a checkpoint does not write the lines up to it again."""
-        for file in (self._writer, self._ledger):
+    def flush(self) -> None:
+        """Before a checkpoint: a start from there does not write the lines up to it again. Raises OSError."""
+        for file in (self._ledger, self._writer):
             if file is not None:
                 file.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        self._flush()
+        if self._ledger is not None:
+            self._ledger.flush()
         if self._writer is not None:
             self._writer.close()
 

@@ -78,6 +78,9 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
         clock.enter("restore")
         state = _restore_or_init(config, compute, checkpoints, batches)
         _announce(config, mesh, compute, state)
+        reporter = Reporter(config, mesh, int(state.step), start_time, clock)
+        stack.enter_context(contextlib.closing(reporter))
+        checkpoints.before_save = reporter.flush
         profiler = stack.enter_context(contextlib.closing(profiling.Profiler(profile_steps, workdir)))
         profiler.continue_from(int(state.step))
         clock.enter("compile")
@@ -85,7 +88,7 @@ def train(config: Config, start_time: float, *, profile_steps: range | None = No
             *(config, mesh, compiling.result(), make_eval_step(compute), batches),
             data.validation_batches(config.data, vocab_size=config.model.vocab_size, **place),
             (checkpoint.SharedSaver if jax.process_count() > 1 else checkpoint.Saver)(checkpoints, config.checkpoint),
-            stack.enter_context(contextlib.closing(Reporter(config, mesh, int(state.step), start_time, clock))),
+            reporter,
             stop,
             clock,
             profiler,
@@ -150,15 +153,17 @@ class Run:
                 self.reporter.fetch()
                 # Weights from before a row of skipped steps may be its cause, and keep_last would drop better ones.
                 saving &= not self.reporter.skipped_in_row or step == run.steps or stopping
-                with self.reporter.pause():
-                    loss = None
-                    if evaluating:
-                        self.clock.enter("eval")
+                loss = None
+                if evaluating:
+                    self.clock.enter("eval")
+                    with self.reporter.pause():
                         loss = self.reporter.validation_loss = self._evaluate(state)
-                    if saving or (not self.reporter.skipped_in_row and self.saver.is_best(loss)):
+                    self.clock.enter("other")
+                self.reporter.log()  # before the save, since a start from there would not write this line
+                if saving or (not self.reporter.skipped_in_row and self.saver.is_best(loss)):
+                    with self.reporter.pause():
                         self._save(step, state, loss)
-                self.clock.enter("other")
-                self.reporter.log()
+                    self.clock.enter("other")
             if stopping:
                 break
         self.clock.enter("save")

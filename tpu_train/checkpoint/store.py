@@ -11,7 +11,7 @@ import errno
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Checkpoints:
         self._losses: dict[int, float] = {}  # on validation
         self._scan()
         self._kept = Kept(keep_last, keep_every, keep_best)
+        # Puts on disk what a start from a new checkpoint takes for granted; raises OSError where it can't.
+        self.before_save: Callable[[], None] = lambda: None
         self._pending: tuple[int, Future] | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         self._given_up = 0  # saves
@@ -142,9 +144,9 @@ class Checkpoints:
         checkpointables = {"state": arrays, "data": data, "config": config_lib.to_dict(config)}
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         with self._save_errors(step):
-            # Orbax would make it again, where a disk may have been mounted before; and wait for who does not come.
-            if not all(processes.from_all(self._remote or self.directory.is_dir())):
-                raise FileNotFoundError(errno.ENOENT, "the folder is gone")
+            # Of one process that can't, the others would wait within Orbax.
+            for refusal in filter(None, processes.from_all(self._refusal())):
+                raise OSError(*refusal)
             if self._given_up:
                 self._remove_halves()  # that were still being written when they were given up
             folder = self.directory / (str(step) if self._remote else f"{step}{_UNFINISHED}{self._given_up or ''}")
@@ -152,6 +154,15 @@ class Checkpoints:
                 folder, checkpointables, overwrite=True, custom_metadata={"format": manifest.FORMAT}
             )
             self._pending = step, self._background.submit(self._complete, step, folder, saving, loss, self._given_up)
+
+    def _refusal(self) -> tuple[int | None, str] | None:
+        """Why this process can't save now, as OSError takes it."""
+        try:
+            self.before_save()
+        except OSError as error:
+            return error.errno, error.strerror or str(error)
+        # Orbax would make it again, where a disk may have been mounted before.
+        return None if self._remote or self.directory.is_dir() else (errno.ENOENT, "the folder is gone")
 
     def wait(self) -> None:
         """Blocks until the pending save is complete. Raises SaveFailed if it failed."""
