@@ -77,8 +77,8 @@ def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> Non
     os.dup2(descriptor, 2)
     if seed is not None:
         # Not at each call: Orbax times its saves by it, and none would ever be done.
-        clock, jump = time.time, lambda: random.Random(seed + int(time.monotonic())).choice([-7200.0, 0.0, 7200.0])
-        time.time = lambda: clock() + jump()
+        clock = time.time
+        time.time = lambda: clock() + random.Random(seed + int(time.monotonic())).choice([-7200.0, 0.0, 7200.0])
     from tpu_train import main
 
     sys.exit(main.main(["tpu-train", "train", *arguments]))
