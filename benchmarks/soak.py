@@ -67,7 +67,7 @@ def config():
 
 
 def train(arguments: list[str], log: Path, cache: Path, seed: int | None) -> None:
-    """In a forked process: the command, its output in a file, under a clock that jumps each second if there is a seed for it."""
+    """In a forked process: the command, its output in a file; with a seed its clock jumps each second."""
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}  # for processes that it starts
     os.environ["XLA_FLAGS"] = re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_compilation_cache_dir", str(cache))
