@@ -155,6 +155,7 @@ def random_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array
         "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
         "weights": np.ones(shape, np.float32),
         "segment_ids": np.ones(shape, np.int32),
+        "places": np.arange(np.prod(shape), dtype=np.int32).reshape(shape),
     }
     sharding = jax.NamedSharding(mesh, outside("ABT", mesh))
     return {name: jax.device_put(arrays[name], sharding) for name in batch_names(config)}

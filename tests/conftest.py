@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, apply_override, check  # noqa: E402
 from tpu_train.context import reorder  # noqa: E402
 from tpu_train.mesh import make_mesh  # noqa: E402
+from tpu_train.models.dropout import places  # noqa: E402
 from tpu_train.models.transformer import Transformer  # noqa: E402
 from tpu_train.optim import make_optimizer  # noqa: E402
 from tpu_train.precision import Compute, resolve  # noqa: E402
@@ -120,6 +121,7 @@ def random_batch() -> Callable[..., dict[str, np.ndarray]]:
             "positions": np.where(at_1T < first_B1, at_1T, at_1T - first_B1).astype(np.int32),
             "segment_ids": np.where(at_1T < first_B1, 1, np.where(at_1T < length_B1, 2, 0)).astype(np.int32),
             "weights": (at_1T < length_B1).astype(np.float32),
+            "places": places(B, T),
         }
         return {name: x.reshape(config.optim.accumulation_steps, -1, T) for name, x in batch.items()}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tpu_train import config as config_lib
 from tpu_train.checking import batches, gradients, results, steps, table
 from tpu_train.checking.meshes import Case
 from tpu_train.flops import num_params
-from tpu_train.models import layers
+from tpu_train.models import dropout, layers
 from tpu_train.models.init import Init
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,31 @@ def test_first_weights_that_depend_on_the_mesh_fail(verdicts, monkeypatch):
 
     monkeypatch.setattr(Init, "_key_for", of_the_mesh)
     assert verdicts() == {STEPS: True, FIRST: False, SHARDING: True}
+
+
+def test_masks_that_depend_on_the_mesh_fail(small, monkeypatch):
+    config, kept = dataclasses.replace(small, model=dataclasses.replace(small.model, dropout=0.3)), dropout.kept
+
+    def verdicts():
+        alone = run_on(config, ALONE)
+        done = run_on(config, SPREAD, alone.first)
+        found = steps.masks({ALONE.name: alone, SPREAD.name: done}, ALONE)
+        return found, steps.compare(SPREAD.name, done, alone).ok
+
+    found, steps_agree = verdicts()
+    assert steps_agree
+    share = float(re.fullmatch(r"ok      dropout: elements kept otherwise 0 of 0, ([\d.]+)% of 1024 elements are kept, "
+                               "the same on 2 meshes", found.line())[1])  # fmt: skip
+    assert share == pytest.approx(70, abs=9)  # six standard deviations
+
+    def of_the_mesh(rate, places_BT, key, *more):
+        return kept(rate, places_BT, key + jax.sharding.get_abstract_mesh().size, *more)
+
+    monkeypatch.setattr(dropout, "kept", of_the_mesh)
+    found, steps_agree = verdicts()
+    assert not found.ok
+    assert not steps_agree
+    assert re.fullmatch(rf"{SPREAD.name}: \d+ other elements", found.note)
 
 
 def whole(x):

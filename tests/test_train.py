@@ -185,10 +185,10 @@ def saved_arrays(workdir, step):
         ("run.steps=9", "data.workers=1"),
         (
             *("run.steps=9", "optim.optimizer=muon", "optim.accumulation_steps=2", "run.precision=float16"),
-            *("optim.ema_decay=0.9", "run.spike_factor=50"),
+            *("optim.ema_decay=0.9", "run.spike_factor=50", "model.dropout=0.2"),
         ),
     ],
-    ids=["adamw", "workers", "muon-float16-average-spikes"],
+    ids=["adamw", "workers", "muon-float16-average-spikes-dropout"],
 )
 def test_resume_is_bitwise(config_of, ends, at_step, overrides, tmp_path):
     whole = config_of(*overrides)

@@ -15,6 +15,7 @@ from tpu_train import data, examine, metrics, paths, precision, processes
 from tpu_train import mesh as mesh_lib
 from tpu_train.checkpoint import Checkpoints
 from tpu_train.config import Config, UserError
+from tpu_train.models import dropout
 from tpu_train.report import say
 from tpu_train.sharding import SPECS, without_stage
 from tpu_train.train import first_state
@@ -135,9 +136,10 @@ def _activations(state: TrainState, batch: dict[str, jax.Array], compute) -> lis
         batch = {name: on(x, SPECS["ABT"]) for name, x in batch.items()}
     found = []
     with jax.set_mesh(mesh):
+        key = dropout.key_of(compute.seed, jax.device_get(state.step)) if model.config.dropout else None
         for micro in range(batch["tokens"].shape[0]):
             one = {name: x[micro] for name, x in batch.items()}
-            found.append(list(examine.activations(model, one, compute)))
+            found.append(list(examine.activations(model, one, compute, key)))
             if any(tensor.bad for tensor in found[-1]):
                 return found[-1]
     return found[0]

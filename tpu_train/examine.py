@@ -14,6 +14,7 @@ from flax import nnx
 
 from tpu_train import ops
 from tpu_train.loss import real_tokens
+from tpu_train.models.dropout import Dropout
 from tpu_train.models.layers import Context, rotary_angles
 from tpu_train.models.transformer import Transformer
 from tpu_train.precision import Compute
@@ -87,23 +88,32 @@ def in_backward_order(gradients: list[Tensor], layers: int) -> list[Tensor]:
     return sorted(gradients, key=place)
 
 
-def activations(model: Transformer, batch: dict[str, jax.Array], compute: Compute) -> Iterator[Tensor]:
-    """What each module gives for one micro-batch of [B, T], layer after layer, as the model's own pass computes it."""
+def activations(
+    model: Transformer, batch: dict[str, jax.Array], compute: Compute, key: jax.Array | None = None
+) -> Iterator[Tensor]:
+    """What each module gives for one micro-batch of [B, T], layer after layer, as the model's own pass computes it.
+
+    `key` is that of the step's dropout, None where there is none.
+    """
     tokens_BT, positions_BT = batch["tokens"], batch["positions"]
     config = model.config
+    dropout = None if key is None else Dropout(config.dropout, key, batch["places"])
 
     @jax.jit
-    def enter(model, tokens_BT, positions_BT):
+    def enter(model, tokens_BT, positions_BT, dropout):
         angles = rotary_angles(positions_BT, config.head_size, config.rope_theta, compute)
-        return ops.embed(model.embed_VD[...], tokens_BT, compute.dtype), angles
+        x_BTD = ops.embed(model.embed_VD[...], tokens_BT, compute.dtype)
+        return x_BTD if dropout is None else dropout.of_embedding(x_BTD), angles
 
-    x_BTD, angles = enter(model, tokens_BT, positions_BT)
+    x_BTD, angles = enter(model, tokens_BT, positions_BT, dropout)
     yield _tensor("embed", x_BTD.size, jax.device_get(_numbers(x_BTD)))
     patterns = [_pass_of(compute) for _ in model.blocks]
     for layer in range(config.num_layers):
         group, pattern = divmod(layer, len(config.window_pattern))
         run, names = patterns[pattern]
-        x_BTD, numbers = run(model.blocks[pattern], group, x_BTD, *angles, batch.get("segment_ids"), real_tokens(batch))
+        here = None if dropout is None else dropout.layers_on(layer)
+        of_tokens = *angles, batch.get("segment_ids"), real_tokens(batch)
+        x_BTD, numbers = run(model.blocks[pattern], group, x_BTD, *of_tokens, here)
         for (name, size), values in zip(names, jax.device_get(numbers), strict=True):
             yield _tensor(f"blocks.{pattern}{name} of layer {layer}", size, values)
     last_BTD = jax.jit(lambda model, x: model.final_norm(x))(model, x_BTD)
@@ -115,10 +125,11 @@ def _pass_of(compute: Compute):
     names: list[tuple[str, int]] = []
 
     @jax.jit
-    def run(blocks, group, x_BTD, cos_BTH, sin_BTH, segment_ids_BT, real_BT):
+    def run(blocks, group, x_BTD, cos_BTH, sin_BTH, segment_ids_BT, real_BT, dropout):
         block = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, 0, keepdims=False), blocks)
         with _recorded(block) as seen:
-            x_BTD, _, _ = block(x_BTD, Context(cos_BTH, sin_BTH, segment_ids_BT, compute, real_BT=real_BT))
+            context = Context(cos_BTH, sin_BTH, segment_ids_BT, compute, real_BT=real_BT, dropout=dropout)
+            x_BTD, _, _ = block(x_BTD, context)
         seen.append(("", x_BTD))
         names[:] = [(name, x.size) for name, x in seen]
         return x_BTD, [_numbers(x) for _, x in seen]

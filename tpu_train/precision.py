@@ -33,6 +33,7 @@ class Compute:
     stage_rounds: int = 1
     stage_microbatches: int | None = None
     quantized: str = "none"  # of RunConfig
+    seed: int = 0  # of RunConfig, for dropout
     kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
 
     @property
@@ -61,4 +62,5 @@ def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) ->
         *(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform),
         *(mesh.context_method, mesh.stage_rounds, mesh.stage_microbatches),
         quantized=config.quantized,
+        seed=config.seed,
     )

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import context, spikes
+from tpu_train import context, processes, spikes
 from tpu_train.config import Config
 from tpu_train.loss import hidden_states, weighted_loss
-from tpu_train.models import balance
+from tpu_train.models import balance, dropout
 from tpu_train.models.transformer import Transformer, stand_in
 from tpu_train.optim import make_optimizer, make_schedule, moving_average
 from tpu_train.precision import Compute
@@ -153,11 +153,16 @@ def batch_names(config: Config) -> list[str]:
     # One document a row needs no segments: what its padding sees has weight 0, and cuDNN takes no segments.
     # Experts need to tell padding from a prompt, whose weight is 0 as well.
     segments = ["segment_ids"] if config.data.packing or config.model.num_experts else []
-    return ["tokens", "labels", "positions", "weights", *segments]
+    places = ["places"] if config.model.dropout else []
+    return ["tokens", "labels", "positions", "weights", *segments, *places]
 
 
 def batch_on_mesh(batch: dict[str, Any], config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """[A, B, T] arrays over the mesh, from this process's [b, T]."""
+    if config.model.dropout:
+        share = processes.batch_share(mesh)["process_index"]
+        mine, length = batch["tokens"].shape
+        batch = batch | {"places": dropout.places(mine, length, first=share * mine)}
     sharding = jax.NamedSharding(mesh, outside("ABT", mesh))
     micro, rows = config.optim.accumulation_steps, config.data.batch_size
     return {
@@ -178,18 +183,20 @@ def _updates_done(opt_state: Any) -> jax.Array:
 def loss_and_grads(state, batch, z_loss, compute):
     """Cross entropy and gradients (unscaled, float32), averaged over the tokens of all micro-batches together.
 
-    Beside them the experts' loads, summed over micro-batches.
+    Beside them the experts' loads, summed over micro-batches. `state` is that before the step: its counter picks the
+    masks of dropout.
     """
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     scale, config = state.loss_scale, state.model.config
     balances = config.num_experts > 0 and config.balance == "aux_loss"
 
+    key = dropout.key_of(compute.seed, state.step) if config.dropout else None
     model, masters = state.model, None
     if compute.dtype != jnp.float32:
         model, masters = stand_in(state.model, compute.dtype), jax.lax.stop_gradient(state.model.blocks)
 
     def micro_loss(model, micro_batch, of_step):
-        loss, cross_entropy, loads = weighted_loss(model, micro_batch, z_loss, compute, masters)
+        loss, cross_entropy, loads = weighted_loss(model, micro_batch, z_loss, compute, masters, key)
         loss *= scale / total_weight
         if balances:
             part = balance.balance_loss(loads, loads if of_step is None else of_step, config.experts_per_token)
@@ -201,7 +208,7 @@ def loss_and_grads(state, batch, z_loss, compute):
         grads, (loss, loads) = grad_fn(model, jax.tree.map(lambda x: x[0], batch), None)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
-        of_step = _loads_of_step(model, batch, compute, masters) if balances else None
+        of_step = _loads_of_step(model, batch, compute, masters, key) if balances else None
 
         def accumulate(carry, micro_batch):
             grads, (loss, loads) = grad_fn(model, micro_batch, of_step)
@@ -213,7 +220,7 @@ def loss_and_grads(state, batch, z_loss, compute):
     return loss, jax.tree.map(lambda g: g / scale, grads) if compute.scales_loss else grads, loads
 
 
-def _loads_of_step(model, batch, compute, masters):
+def _loads_of_step(model, batch, compute, masters, key):
     """The experts' loads of all micro-batches, which the balance loss of each needs: one more forward pass.
 
     Its gradient is that of a product of two sums over the step's tokens. Taking each micro-batch's own loads in its
@@ -221,7 +228,7 @@ def _loads_of_step(model, batch, compute, masters):
     """
 
     def count(_, micro_batch):
-        return None, hidden_states(model, micro_batch, compute, masters)[1]
+        return None, hidden_states(model, micro_batch, compute, masters, key)[1]
 
     loads = jax.lax.scan(count, None, batch)[1]
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)

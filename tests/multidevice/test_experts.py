@@ -15,7 +15,7 @@ BASE = (
     "optim.clip_norm=0.5",
 )
 VARIANTS = {
-    "aux loss": (*BASE, "model.aux_loss_coefficient=3.0"),
+    "aux loss": (*BASE, "model.aux_loss_coefficient=3.0", "model.dropout=0.2"),
     "bias": (
         *(*BASE, "model.balance=bias", "model.bias_update_rate=0.1", "model.router=sigmoid", "optim.optimizer=muon"),
         *("model.num_shared_experts=1", "model.capacity_factor=0.8", "model.remat=dots", "optim.accumulation_steps=2"),

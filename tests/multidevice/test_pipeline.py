@@ -23,6 +23,11 @@ VARIANTS = {
         *(*BASE, *LAYERS, "mesh.stage_microbatches=2", "model.vocab_size=256", "model.tie_embeddings=false"),
         *("optim.accumulation_steps=2", "data.batch_size=16", "optim.optimizer=muon", "model.remat=dots"),
     ),
+    # Groups of two layers: four a stage, two in each round.
+    "dropout": (
+        *(*BASE, "model.num_layers=16", "mesh.stage_rounds=2", "model.dropout=0.3", "model.remat=full"),
+        *("optim.accumulation_steps=2", "data.batch_size=16"),
+    ),
     # A window pattern, so groups of two layers; of these two a stage.
     "two groups a stage": (
         *(*BASE, "model.num_layers=8", "model.remat=full", "model.scan_unroll=2", "model.logit_soft_cap=9.0"),
@@ -40,6 +45,8 @@ CASES = [
     ((1, 2, 1, 1, 1, 2), "many words, accumulated"),
     ((1, 1, 2, 1, 1, 2), "two groups a stage"),
     ((1, 2, 1, 1, 2, 2), "experts"),
+    ((2, 1, 1, 1, 1, 2), "dropout"),
+    ((1, 1, 1, 2, 1, 2), "dropout"),
 ]
 ALONE = (1, 1, 1, 1, 1, 1)
 

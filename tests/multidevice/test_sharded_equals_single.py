@@ -23,6 +23,10 @@ VARIANTS = {
     ),
     # Then the tokens come together for the head, and not the head for the tokens.
     "more_words_than_tokens": (*BASE, "model.vocab_size=256", "model.tie_embeddings=false"),
+    "dropout_in_two_parts": (
+        *(*BASE, "model.dropout=0.3", "model.remat=full", "model.num_layers=4"),
+        *("optim.accumulation_steps=2", "data.batch_size=16"),
+    ),
     "muon_with_qk_norm_and_remat": (*BASE, "optim.optimizer=muon", "model.qk_norm=true", "model.remat=full"),
 }
 CASES = [
@@ -32,10 +36,13 @@ CASES = [
     ((2, 2, 2), "adamw_untied_in_two_parts"),
     ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),
+    ((2, 2, 1), "dropout_in_two_parts"),
+    ((1, 2, 2), "dropout_in_two_parts"),
     # The fourth is context, and so is the method after the variant.
     ((2, 1, 1, 2), "muon_with_qk_norm_and_remat", "ring"),
     ((1, 2, 1, 2), "more_words_than_tokens", "all_gather"),
     ((1, 1, 2, 2), "adamw", "all_to_all"),
+    ((2, 1, 1, 2), "dropout_in_two_parts", "ring"),
 ]
 
 

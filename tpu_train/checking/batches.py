@@ -3,6 +3,7 @@
 import numpy as np
 
 from tpu_train.config import Config
+from tpu_train.models import dropout
 
 Batch = dict[str, np.ndarray]
 
@@ -25,6 +26,7 @@ def _rows(tokens, labels, first_B1, length_B1) -> Batch:
         "positions": np.where(at_1T < first_B1, at_1T, at_1T - first_B1).astype(np.int32),
         "segment_ids": np.where(at_1T < first_B1, 1, np.where(at_1T < length_B1, 2, 0)).astype(np.int32),
         "weights": (at_1T < length_B1).astype(np.float32),
+        "places": dropout.places(*tokens.shape),
     }
 
 

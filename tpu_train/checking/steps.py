@@ -1,4 +1,5 @@
-"""Several steps on a mesh beside the same steps on one device: loss, gradient norm, weights, first values, sharding.
+"""Several steps on a mesh beside the same steps on one device: loss, gradient norm, weights, first values, masks of
+dropout, sharding.
 
 All in float32. The tolerances: devices add up the same numbers in another order, so a sum of n terms is off by about
 n^1/2 2^-24; for the thousands of terms behind a loss or a norm that is 1e-6 to 4e-6, and LOSS and NORM allow 1e-5.
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_train import context, precision, train_step
@@ -23,6 +25,7 @@ from tpu_train.checking import batches, table
 from tpu_train.checking.meshes import Case
 from tpu_train.checking.results import Check, Measure, broken
 from tpu_train.config import Config
+from tpu_train.models.dropout import Dropout, key_of
 from tpu_train.sharding import outside
 
 LOSS = NORM = 1e-5
@@ -50,6 +53,7 @@ class Run:
     metrics: np.ndarray  # loss and gradient norm of each step
     weights: Arrays  # after the last step, and their average where it is kept
     wrong: list[str]  # arrays that are not sharded as the table says
+    masks: np.ndarray  # what the last MLP's dropout keeps in the first step, in the data's order of tokens; or empty
 
 
 def on_mesh(config: Config, case: Case) -> tuple[Config, jax.sharding.Mesh, precision.Compute]:
@@ -77,13 +81,29 @@ def run(prepared: Prepared, begin: Arrays | None) -> Run:
         first = named(state)
         if begin is not None:
             state = placed(begin, train_step.abstract_state(config, compute))
-        step, metrics = prepared.step.result(), []
+        step, metrics, masks = prepared.step.result(), [], np.zeros(0, bool)
         for batch in batches.step_batches(config, config.run.steps):
-            state, measured = step(state, place(batch, config, mesh))
+            placed_batch = place(batch, config, mesh)
+            if config.model.dropout and not masks.size:
+                masks = _masks(config, compute, state.step, placed_batch["places"][0])
+            state, measured = step(state, placed_batch)
             metrics.append([float(measured[name]) for name in ("loss", "grad_norm")])
         wrong += [f"after a step {line}" for line in table.wrong(table.rows(state), dict(mesh.shape))]
         weights = {key: x for key, x in named(state).items() if key.startswith((".model", ".average"))}
-        return Run(first, np.array(metrics), weights, wrong)
+        return Run(first, np.array(metrics), weights, wrong, masks)
+
+
+def _masks(config: Config, compute: precision.Compute, step: jax.Array, places_BT: jax.Array) -> np.ndarray:
+    """`Run.masks`, bool [tokens, D]."""
+
+    @jax.jit
+    def kept(step, places_BT):
+        drops = Dropout(config.model.dropout, key_of(compute.seed, step), places_BT)
+        x_BTD = jnp.ones((*places_BT.shape, config.model.model_dim), out_sharding=outside("BTD"))
+        return drops.layers_on(config.model.num_layers - 1).of_part(x_BTD, 1) != 0
+
+    found = np.asarray(kept(step, places_BT)).reshape(-1, config.model.model_dim)
+    return found[np.argsort(np.asarray(places_BT).reshape(-1))]
 
 
 def first_state(config: Config, case: Case) -> Arrays:
@@ -156,6 +176,8 @@ def on_meshes(config: Config, cases: Iterable[Case], alone: Case) -> Iterator[Ch
             if case is not alone:
                 yield compare(case.name, done, runs[alone.name], config.optim.moment_dtype)
     yield first_values(runs, alone)
+    if config.model.dropout:
+        yield masks(runs, alone)
     yield sharding(runs, alone)
 
 
@@ -178,6 +200,15 @@ def first_values(runs: dict[str, Run], alone: Case) -> Check:
     worst = max((len(keys) for keys in found.values()), default=0)
     note = where or f"{len(wanted)} arrays have the same bits on {len(runs)} meshes"
     return Check("initial state", (Measure("arrays with other bits", worst, 0),), note)
+
+
+def masks(runs: dict[str, Run], alone: Case) -> Check:
+    """What dropout keeps on each mesh, bit by bit beside that of one device."""
+    wanted = runs[alone.name].masks
+    found = {name: int(np.count_nonzero(done.masks != wanted)) for name, done in runs.items()}
+    where = "; ".join(f"{name}: {count} other elements" for name, count in found.items() if count)
+    share = f"{np.mean(wanted):.1%} of {np.size(wanted)} elements are kept, the same on {len(runs)} meshes"
+    return Check("dropout", (Measure("elements kept otherwise", max(found.values()), 0),), where or share)
 
 
 def sharding(runs: dict[str, Run], alone: Case) -> Check:

@@ -80,6 +80,13 @@ def _check_model(config: Config) -> None:
         )
     if any(window < 0 for window in model.window_pattern):
         raise UserError(f"model.window_pattern={model.window_pattern} has a negative window; 0 means no window")
+    if not 0 <= model.dropout < 1:
+        raise UserError(f"model.dropout is {model.dropout}; it must be 0 or more, and below 1")
+    if model.dropout and config.data.batch_size * config.data.seq_len > 2**31:
+        raise UserError(
+            f"model.dropout numbers a batch's tokens in 32 bits, and data.batch_size={config.data.batch_size} x "
+            f"data.seq_len={config.data.seq_len} is more than 2^31; set model.dropout=0 or take a smaller batch"
+        )
 
 
 _OF_EXPERTS = (

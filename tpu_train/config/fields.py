@@ -43,6 +43,8 @@ class ModelConfig:
     scan_unroll: int = 1
     # What the backward pass keeps of a block: everything, matmul outputs, or only the block's input.
     remat: Literal["none", "dots", "full"] = "none"
+    # The share of the embedding, and of what attention and the MLP add, that training sets to zero; 0: none.
+    dropout: float = 0.0
     # A mixture of experts in place of every layer's MLP; 0: none. See models/moe.py.
     num_experts: int = 0
     experts_per_token: int = 2
@@ -183,7 +185,7 @@ class RunConfig:
     init_from: str = ""  # another run's workdir, or WORKDIR@STEP: its weights are this run's first, nothing else of it
     init_from_ema: bool = False  # the moving average that it kept of them (optim.ema_decay), in their place
     steps: int = 100
-    seed: int = 0  # initial weights and sampling
+    seed: int = 0  # initial weights, dropout and sampling
     # auto: bfloat16 compute on TPU and GPU, float32 on CPU. Weights and moments are float32 in all of them.
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     implementation: Literal["auto", "reference", "xla", "pallas"] = "auto"

@@ -11,6 +11,7 @@ from flax import nnx
 
 from tpu_train import ops
 from tpu_train.config import ModelConfig
+from tpu_train.models.dropout import Dropout
 from tpu_train.models.held import Held, scales_spec
 from tpu_train.models.init import Init
 from tpu_train.precision import Compute
@@ -27,6 +28,11 @@ class Context:
     compute: Compute
     cache_position: jax.Array | None = None
     real_BT: jax.Array | None = None  # false at padding; None: there is none
+    dropout: Dropout | None = None  # in training alone
+
+    def layers_on(self, layers: jax.Array | int) -> "Context":
+        """The same for a block that is `layers` further up."""
+        return self if self.dropout is None else dataclasses.replace(self, dropout=self.dropout.layers_on(layers))
 
 
 ACTIVATIONS = {

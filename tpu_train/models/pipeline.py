@@ -9,6 +9,7 @@ no stages. A step brings each stage its layers by one all-to-all in the compute 
 another. What a stage has of them is still split over the other axes of SHARDS, and gathered in every tick.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_train.config import ModelConfig
+from tpu_train.models.dropout import Dropout
 from tpu_train.models.layers import Context, rotary_angles
 from tpu_train.precision import KEPT_FLOAT32, Compute
 from tpu_train.sharding import (
@@ -41,17 +43,18 @@ def num_stages() -> int:
 def through_stages(
     group: Callable,
     x_BTD: jax.Array,
-    tokens: tuple[jax.Array, jax.Array | None, jax.Array | None],
+    tokens: tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
     blocks: Any,
     config: ModelConfig,
     compute: Compute,
+    key: jax.Array | None,
     remat: Callable,
 ):
     """(x_BTD after all blocks, the experts' loads) by way of the stages; arrays as `sharding.outside` has them.
 
     `group(x_BTD, blocks, context)` is one group of layers, (x_BTD, caches, loads), and `remat` wraps it. `tokens`:
-    positions, segments or None, and which are real or None, all [B, T]. `blocks` are stacked along a leading L of
-    groups.
+    positions, segments or None, which are real or None, and for dropout, whose `key` is not None then, the places, all
+    [B, T]. `blocks` are stacked along a leading L of groups.
     """
     rows = x_BTD.shape[0] // num_shards(BATCH)
     plan = Schedule(num_stages(), compute.stage_rounds, microbatches(compute.stage_microbatches, num_stages(), rows))
@@ -59,16 +62,19 @@ def through_stages(
     dims = [dims_of_path(path)[0] for path, _ in jax.tree_util.tree_leaves_with_path(blocks)]
     weights = [w.astype(_dtype(names, w, compute)) for w, names in zip(leaves, dims, strict=True)]
 
-    def local(x_BTD, tokens, weights):
+    def local(x_BTD, tokens, weights, key):
         stacks = [_to_stage(w, names, plan) for w, names in zip(weights, dims, strict=True)]
         x_ABTD, positions_ABT = _of_all_stages(x_BTD, plan), _of_all_stages(tokens[0], plan)
         cos_ABTH, sin_ABTH = _angles(positions_ABT, config, compute)
-        masks = [None if x is None else _of_all_stages(x, plan) for x in tokens[1:]]
+        others = [None if x is None else _of_all_stages(x, plan) for x in tokens[1:]]
 
-        def layers(x_BTD, blocks, a, working):
-            segments_BT, real_BT = (None if x is None else x[a] for x in masks)
+        def layers(x_BTD, blocks, group_number, a, working):
+            segments_BT, real_BT, places_BT = (None if x is None else x[a] for x in others)
             real_BT = None if real_BT is None else real_BT & working
             context = Context(cos_ABTH[a], sin_ABTH[a], segments_BT, compute, real_BT=real_BT)
+            if key is not None and places_BT is not None:
+                first = group_number * len(config.window_pattern)
+                context = dataclasses.replace(context, dropout=Dropout(config.dropout, key, places_BT, first))
             x_BTD, _, loads = group(x_BTD, jax.tree.unflatten(tree, blocks), context)
             return x_BTD, loads
 
@@ -80,9 +86,9 @@ def through_stages(
         return x_BTD, jax.tree.map(lambda load: jnp.expand_dims(load, 1), loads)
 
     by_token = tuple(None if x is None else outside("BT") for x in tokens)
-    in_specs = outside("BTD"), by_token, [P(None, *outside(names)) for names in dims]
+    in_specs = outside("BTD"), by_token, [P(None, *outside(names)) for names in dims], P()
     run = jax.shard_map(local, in_specs=in_specs, out_specs=(outside("BTD"), P(None, "stage")))
-    x_BTD, loads_RSK = run(x_BTD, tokens, weights)
+    x_BTD, loads_RSK = run(x_BTD, tokens, weights, key)
     return x_BTD, jax.tree.map(lambda x: jax.reshard(x, P()).reshape(-1, *x.shape[3:]), loads_RSK)
 
 
@@ -101,7 +107,8 @@ def _ticks(layers: Callable, x_ABTD: jax.Array, stacks: list[jax.Array], plan: S
 
     @remat
     def one_group(x_BTD, sums, r, k, a, working):
-        return layers(x_BTD, [_with_sum(w[r, k], s) for w, s in zip(values, sums, strict=True)], a, working)
+        blocks = [_with_sum(w[r, k], s) for w, s in zip(values, sums, strict=True)]
+        return layers(x_BTD, blocks, (r * S + stage) * groups + k, a, working)
 
     def piece(x_BTD, sums, r, a, working):
         def one(carry, k):

@@ -2,7 +2,7 @@
 
 Features: pre-norm RMSNorm, rotary positions, grouped-query attention, optional q/k norm, soft caps, sliding windows
 in a pattern over layers, gated or plain MLP or a mixture of experts, tied or separate head, stacked and scanned blocks
-with a remat policy.
+with a remat policy, residual dropout.
 """
 
 import functools
@@ -14,6 +14,7 @@ from flax import nnx
 from tpu_train import ops
 from tpu_train.config import ModelConfig, UserError
 from tpu_train.models import pipeline
+from tpu_train.models.dropout import Dropout
 from tpu_train.models.init import Init
 from tpu_train.models.layers import MLP, Attention, Context, RMSNorm, rotary_angles
 from tpu_train.models.moe import MoE
@@ -39,10 +40,16 @@ class Block(nnx.Module):
     def __call__(self, x_BTD, context, cache=None):
         """(output_BTD, cache, the experts' load or None)."""
         o_BTD, cache = self.attention(self.attention_norm(x_BTD), context, cache)
+        if context.dropout is not None:
+            o_BTD = context.dropout.of_part(o_BTD, 0)
         x_BTD = x_BTD + o_BTD
+        load = None
         if isinstance(self.mlp, MLP):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD), context.compute), cache, None
-        y_BTD, load = self.mlp(self.mlp_norm(x_BTD), context.real_BT, context.compute)
+            y_BTD = self.mlp(self.mlp_norm(x_BTD), context.compute)
+        else:
+            y_BTD, load = self.mlp(self.mlp_norm(x_BTD), context.real_BT, context.compute)
+        if context.dropout is not None:
+            y_BTD = context.dropout.of_part(y_BTD, 1)
         return x_BTD + y_BTD, cache, load
 
 
@@ -80,37 +87,42 @@ class Transformer(nnx.Module):
         cache_position: jax.Array | None = None,
         masters=None,
         real_BT: jax.Array | None = None,
+        dropout: Dropout | None = None,
     ):
         """(x_BTD after the final norm, the cache, the experts' loads: a list over the pattern, stacked over groups).
 
         `cache` (see `empty_cache`) holds the keys and values of positions before `cache_position`. With `masters`, the
         float32 blocks, those of `self` only stand in for them: see `stand_in`. `real_BT` is false at padding, which
-        goes to no expert.
+        goes to no expert. With `dropout` the pass is one of training.
         """
         x_BTD = ops.embed(self.embed_VD[...], tokens_BT, compute.dtype)
+        if dropout is not None:
+            x_BTD = dropout.of_embedding(x_BTD)
         policy = REMAT_POLICIES[self.config.remat]
         if pipeline.num_stages() > 1:
             if cache is not None:
                 raise UserError("mesh.stage splits training alone; decode on a mesh with mesh.stage=1")
             blocks = self.blocks if masters is None else jax.tree.map(master_value, self.blocks, masters)
-            of_tokens = positions_BT, segment_ids_BT, real_BT
+            of_tokens = positions_BT, segment_ids_BT, real_BT, None if dropout is None else dropout.places_BT
+            key = None if dropout is None else dropout.key
             x_BTD, loads = pipeline.through_stages(
-                *(one_group, x_BTD, of_tokens, blocks, self.config, compute),
+                *(one_group, x_BTD, of_tokens, blocks, self.config, compute, key),
                 remat=(lambda f: f) if policy is None else functools.partial(jax.checkpoint, policy=policy),
             )
             return self.final_norm(x_BTD), None, loads
         angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_theta, compute)
-        context = Context(*angles, segment_ids_BT, compute, cache_position, real_BT)
+        context = Context(*angles, segment_ids_BT, compute, cache_position, real_BT, dropout)
 
         def group(x_BTD, layers):
-            blocks, masters, caches = layers
+            blocks, masters, caches, first = layers
             if masters is not None:
                 blocks = jax.tree.map(master_value, blocks, masters)
-            x_BTD, new, loads = one_group(x_BTD, blocks, context, caches)
+            x_BTD, new, loads = one_group(x_BTD, blocks, context.layers_on(first), caches)
             return x_BTD, (new, loads)
 
         body = group if policy is None or cache is not None else jax.checkpoint(group, policy=policy)
-        layers = (self.blocks, masters, cache)
+        firsts = None if dropout is None else jnp.arange(0, self.config.num_layers, len(self.blocks))
+        layers = (self.blocks, masters, cache, firsts)
         x_BTD, (cache, loads) = jax.lax.scan(body, x_BTD, layers, unroll=self.config.scan_unroll)
         return self.final_norm(x_BTD), cache, loads
 
@@ -120,7 +132,7 @@ def one_group(x_BTD: jax.Array, blocks, context: Context, caches=None):
     new, loads = [], []
     for i, block in enumerate(blocks):
         with jax.named_scope(f"block{i}"):
-            x_BTD, layer_cache, load = block(x_BTD, context, None if caches is None else caches[i])
+            x_BTD, layer_cache, load = block(x_BTD, context.layers_on(i), None if caches is None else caches[i])
         new.append(layer_cache)
         loads.append(load)
     return x_BTD, None if caches is None else new, loads

@@ -4,8 +4,8 @@ The formulas follow what the trainer does, not what a trainer could do: train_st
 float32, the blocks' gradients in the compute dtype and the others' in float32; models/transformer.py scans groups of
 layers under the remat policy; ops.py brings the head to the tokens or the tokens to the head. They count what JAX keeps
 between the forward and the backward pass (`tests/test_plan_memory.py` holds them to it, byte for byte); what XLA shares
-or adds on top is not in them. Attention and the gated MLP are taken to be the TPU's kernels, the loss its kernel where
-that pays on the chip, and XLA's chunks elsewhere.
+or adds on top is not in them. No mask of dropout is kept, so it counts for nothing. Attention and the gated MLP are
+taken to be the TPU's kernels, the loss its kernel where that pays on the chip, and XLA's chunks elsewhere.
 """
 
 import dataclasses
