@@ -99,7 +99,7 @@ def linear_cross_entropy(
     if label_smoothing:
         mean_T = found.total / (rows * shards)
         loss_T = found.lse - (1 - label_smoothing) * found.at_label - label_smoothing * mean_T
-    loss_T = loss_T + z_loss * found.lse**2
+    loss_T = loss_T + float(z_loss) * found.lse**2
     loss_T = _weighed(loss_T, exists_T, labels_T, weights_T, ignore_id)
     return (loss_T, found.lse, found.argmax) if return_argmax else (loss_T, found.lse)
 

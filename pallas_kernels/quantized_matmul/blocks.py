@@ -68,7 +68,7 @@ def choose(problem: Problem, chip: Chip | None) -> Block:
 
 def unit(problem: Problem) -> Block:
     """What each size of a block is a multiple of."""
-    rows = ROWS if problem.T <= LANES else LANES
+    rows = ROWS if problem.T <= LANES and not problem.transposed else LANES  # transposed, they are lanes
     return Block(rows, LANES, LANES if problem.scale_block is None else problem.scale_block)
 
 
