@@ -23,12 +23,15 @@ VARIANTS = {
     ),
     # Then the tokens come together for the head, and not the head for the tokens.
     "more_words_than_tokens": (*BASE, "model.vocab_size=256", "model.tie_embeddings=false"),
+    "rings": (*BASE, "mesh.gradient_scatter=ring", "model.remat=full"),
     "muon_with_qk_norm_and_remat": (*BASE, "optim.optimizer=muon", "model.qk_norm=true", "model.remat=full"),
 }
 CASES = [
     ((8, 1, 1), "adamw"),
     ((1, 8, 1), "adamw"),
     ((1, 1, 4), "adamw"),
+    ((1, 8, 1), "rings"),
+    ((2, 4, 1), "rings"),
     ((2, 2, 2), "adamw_untied_in_two_parts"),
     ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),
