@@ -8,6 +8,7 @@ raises; none ignores one.
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.attention.context import context_attention
 from pallas_kernels.attention.rotary import apply_rope
+from pallas_kernels.collective_matmul import matmul_reduce_scatter, sharded_matmul
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.gated_mlp import gated_mlp
@@ -23,6 +24,8 @@ __all__ = [
     "gated_mlp",
     "grouped_matmul",
     "linear_cross_entropy",
+    "matmul_reduce_scatter",
     "quantize",
     "quantized_matmul",
+    "sharded_matmul",
 ]

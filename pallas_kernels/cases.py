@@ -20,6 +20,8 @@ OPS = {
     "linear_cross_entropy": "pallas_kernels.cross_entropy.cases",
     "quantized_matmul": "pallas_kernels.quantized_matmul.cases",
 }  # op: the module with its cases()
+# Ops whose kernels send to other devices: schedule.py compiles for one, so these have `runs` and no cases.
+OF_SEVERAL = {"collective_matmul": "pallas_kernels.collective_matmul.cases"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def runs_of(facts: Mapping[str, str], generation: str, filled: float = 1.0) -> C
     ScheduleError where no op knows.
     """
     values = {name: ast.literal_eval(text) for name, text in facts.items() if name not in ("op", "kernel")}
-    module = OPS.get(facts.get("op", ""))
+    module = (OPS | OF_SEVERAL).get(facts.get("op", ""))
     if module is None:
         raise ScheduleError("no op says how often its regions run")
     return importlib.import_module(module).runs(facts["kernel"], values, generation, filled)

@@ -23,6 +23,11 @@ def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_over(x: jax.Array, axis: str) -> jax.Array:
+    """`x` varying over a mesh axis too, inside shard_map."""
+    return x if axis in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, (axis,), to="varying")
+
+
 def vary_alike(*operands):
     """The operands, each varying over every mesh axis that any of them varies over; None and Python numbers as is.
 
@@ -38,7 +43,7 @@ def shape_like(shape: tuple[int, ...], dtype, operand: jax.Array) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operand).manual_axis_type)
 
 
-def facts(op: str, kernel: str, values: Mapping[str, int | bool | None]) -> dict[str, str]:
+def facts(op: str, kernel: str, values: Mapping[str, int | bool | str | None]) -> dict[str, str]:
     """A pallas_call's metadata: what it is and what its grid and its masks follow from, as cases.runs_of reads it."""
     return {"op": op, "kernel": kernel} | {name: str(value) for name, value in values.items()}
 

@@ -159,6 +159,10 @@ def test_load_refuses_a_config_of_another_type(tmp_path, value, kind):
         ("model.expert_dim=64", "model.expert_dim is set, but model.num_experts is 0; set model.num_experts"),
         ("model.capacity_factor=1", "model.capacity_factor is set, but model.num_experts is 0"),
         ("model.num_experts=1", "model.experts_per_token=2 is more than model.num_experts=1"),
+        (
+            "mesh.gradient_scatter=rign",
+            "mesh.gradient_scatter='rign'",
+        ),
         ("model.num_experts=-1", "model.num_experts is -1; it must be 0 or more"),
         ("model.expert_dim=0", "model.expert_dim is 0; it must be above 0"),
         ("data.source=text", "data.source=text needs data.paths"),

@@ -142,6 +142,11 @@ def test_platform_is_that_of_the_meshs_devices(mesh_of):
             "mesh.stage_microbatches=5 is not a multiple of mesh.stage=2; a stage would wait",
         ),
         (
+            (1, 4, 2),
+            ["mesh.gradient_scatter=ring"],
+            "mesh.gradient_scatter=ring is for a mesh of data and fsdp alone, and mesh.tensor=2; set it to xla",
+        ),
+        (
             (2, 1, 1, 1, 1, 2),
             ["model.num_layers=4", "mesh.stage_microbatches=8"],
             "the 4 rows that each group of stages has of data.batch_size / optim.accumulation_steps do not divide into "

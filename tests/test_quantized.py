@@ -110,4 +110,6 @@ def test_what_int8_can_not_be_is_refused(tiny):
     with pytest.raises(UserError, match=r"run\.quantized=int8 is for dense layers, and model\.num_experts is 4; set"):
         config_lib.check(tiny("run.quantized=int8", "model.num_experts=4"))
     assert Compute(jnp.dtype("float32"), "xla", "cpu").quantized == "none"
+    with pytest.raises(UserError, match=r"mesh\.gradient_scatter=ring is for run\.quantized=none, not int8; set it to"):
+        config_lib.check(tiny("run.quantized=int8", "mesh.gradient_scatter=ring"))
     assert resolve(tiny("run.quantized=int8_forward").run, "cpu").quantized == "int8_forward"

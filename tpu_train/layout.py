@@ -49,3 +49,28 @@ def check_fits(config: Config, size: Mapping[str, int]) -> None:
             raise UserError(f"{name}={dim} does not divide over the {shards} devices of mesh axis {split}")
     context.check(config, size)
     stages.check(config, size)
+    for axis in ("tensor", "context", "expert", "stage"):
+        if config.mesh.gradient_scatter != "xla" and size[axis] > 1:
+            raise UserError(
+                f"mesh.gradient_scatter={config.mesh.gradient_scatter} is for a mesh of data and fsdp alone, and "
+                f"mesh.{axis}={size[axis]}; set it to xla"
+            )
+
+
+def check_ring_kernels(config: Config, size: Mapping[str, int]) -> None:
+    """Raises UserError where the kernels of mesh.gradient_scatter=ring can't take the arrays that a device has."""
+    n, model = size["fsdp"], config.model
+    if config.mesh.gradient_scatter == "xla" or n == 1:
+        return
+    rows = config.data.batch_size // config.optim.accumulation_steps // (size["data"] * n)
+    for name, length in (
+        (f"model.model_dim={model.model_dim} over mesh.fsdp={n}", model.model_dim // n),
+        (f"a device's {rows} rows of data.seq_len={config.data.seq_len}", rows * config.data.seq_len),
+        ("model.num_heads x head_dim", model.num_heads * model.head_size),
+        ("model.num_kv_heads x head_dim", model.kv_heads * model.head_size),
+        (f"model.mlp_dim={model.mlp_dim}", model.mlp_dim),
+    ):
+        if length % 128:
+            raise UserError(
+                f"{name} makes {length}, and mesh.gradient_scatter=ring wants a multiple of 128 on a TPU; set it to xla"
+            )

@@ -32,10 +32,12 @@ from tpu_train.sharding import (
     on_devices,
     outside,
     own_shape,
+    vary_over,
 )
 
 # Fewer rows than this leave most of a kernel's block empty; decoding a token reads cache and weights once, as XLA does.
 SHORTEST = 128
+RING = "fsdp"  # the mesh axis round which gradients are sent
 
 
 def _enough(rows: int, compute: Compute) -> bool:
@@ -185,15 +187,35 @@ def gated_mlp(
 
     def local(x_BTD, w_gate_DF, w_up_DF):
         B, T, D = x_BTD.shape
+        rings = has_rings(compute)
+        weights = [vary_over(w, ("data",)) if rings else gather_inside(w, "DF") for w in (w_gate_DF, w_up_DF)]
         h_MF = pallas_kernels.gated_mlp(
-            *(x_BTD.reshape(B * T, D), gather_inside(w_gate_DF, "DF"), gather_inside(w_up_DF, "DF")),
+            *(x_BTD.reshape(B * T, D), *weights),
             activation=activation,
+            sharded_over=RING if rings else None,
             implementation=compute.implementation,
         )
         return h_MF.reshape(B, T, -1)
 
     run = on_devices(local, (SPECS["BTD"], SPECS["DF"], SPECS["DF"]), SPECS["BTF"])
     return run(x_BTD, w_gate_DF.astype(x_BTD.dtype), w_up_DF.astype(x_BTD.dtype))
+
+
+def has_rings(compute: Compute) -> bool:
+    """Whether gradients of the blocks' weights go round the ring of RING: asked for, and there is more than one device.
+
+    layout.check_fits sees to it that no other axis splits these weights then.
+    """
+    return compute.gradient_scatter == "ring" and jax.sharding.get_abstract_mesh().shape[RING] > 1
+
+
+def ring_product(x_MI: jax.Array, w_IO: jax.Array, dim: int, *, compute: Compute) -> jax.Array:
+    """x w in x's dtype, of a device's part of a weight that RING splits along `dim`: call it inside shard_map.
+
+    The gradient's sum over `data` is of scattered parts, as in sharding.gather_inside.
+    """
+    w_IO = vary_over(w_IO, ("data",))
+    return pallas_kernels.sharded_matmul(x_MI, w_IO, axis=RING, dim=dim, implementation=compute.implementation)
 
 
 def hold_in_int8(w: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -29,9 +29,10 @@ class Compute:
     dtype: jnp.dtype
     implementation: str
     platform: str
-    context_method: str = "auto"  # of MeshConfig, as the next two
+    context_method: str = "auto"  # of MeshConfig, as the next three
     stage_rounds: int = 1
     stage_microbatches: int | None = None
+    gradient_scatter: str = "xla"
     quantized: str = "none"  # of RunConfig
     seed: int = 0  # of RunConfig, for dropout
     kernels_always: bool = False  # pallas: also where XLA is quicker, so that a check meets every kernel
@@ -43,7 +44,7 @@ class Compute:
 
 
 def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) -> Compute:
-    """The `Compute` for a run on devices of `platform`, with the mesh's context_method and stages.
+    """The `Compute` for a run on devices of `platform`, with the mesh's context_method, stages and rings.
 
     Raises UserError where the platform can't do what is asked.
     """
@@ -61,6 +62,7 @@ def resolve(config: RunConfig, platform: str, mesh: MeshConfig | None = None) ->
     return Compute(
         *(jnp.dtype(COMPUTE_DTYPES[name]), implementation, platform),
         *(mesh.context_method, mesh.stage_rounds, mesh.stage_microbatches),
+        gradient_scatter=mesh.gradient_scatter,
         quantized=config.quantized,
         seed=config.seed,
     )

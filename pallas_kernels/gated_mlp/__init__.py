@@ -7,7 +7,7 @@ from pallas_kernels.gated_mlp.reference import ACTIVATIONS, gated_mlp_reference
 from pallas_kernels.gated_mlp.vjp import gated_mlp_pallas
 from pallas_kernels.gated_mlp.xla import gated_mlp_xla
 from pallas_kernels.matmul.blocks import BlockSizes
-from pallas_kernels.runtime import vary_alike
+from pallas_kernels.runtime import vary_alike, vary_over
 
 KERNELS = ("pallas", "interpret")
 IMPLEMENTATIONS = ("reference", "xla", *KERNELS)
@@ -21,6 +21,7 @@ def gated_mlp(
     *,
     activation: str = "silu",
     recompute: bool = False,
+    sharded_over: str | None = None,
     block_sizes: BlockSizes | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -32,6 +33,8 @@ def gated_mlp(
       activation: "silu", "gelu" (exact), "gelu_tanh", "relu" or "relu_squared".
       recompute: of "pallas" and "interpret": keep nothing but the operands for the backward pass, which then takes the
         two products again; else it keeps two arrays of h's size.
+      sharded_over: of "pallas" and "interpret", inside jax.shard_map: the mesh axis that splits the weights along
+        D. They are gathered here, and their gradients are matmul_reduce_scatter's.
       block_sizes: of "pallas" and "interpret"; None chooses them for the TPU generation of the mesh in use.
       implementation: "reference", "xla", "pallas" (on a TPU) or "interpret" (the same kernels anywhere, slowly).
 
@@ -42,24 +45,36 @@ def gated_mlp(
     Raises:
       ValueError: shapes or dtypes that do not fit together, or an option that `implementation` can't honour.
     """
-    _check(x_TD, w_gate_DF, w_up_DF, activation)
+    size = jax.sharding.get_abstract_mesh().shape
+    if sharded_over not in (None, *size):
+        raise ValueError(f"gated_mlp: sharded_over={sharded_over!r} is no mesh axis; there are {', '.join(size)}")
+    parts = 1 if sharded_over is None else size[sharded_over]
+    _check(x_TD, w_gate_DF, w_up_DF, activation, parts)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"gated_mlp has no implementation {implementation!r}; it has {', '.join(IMPLEMENTATIONS)}")
+    if sharded_over is not None:
+        w_gate_DF, w_up_DF = (vary_over(w, sharded_over) for w in (w_gate_DF, w_up_DF))
     operands = vary_alike(x_TD, w_gate_DF, w_up_DF)
     if implementation in KERNELS:
         interpret = implementation == "interpret"
         return gated_mlp_pallas(
-            *operands, activation=activation, recompute=recompute, sizes=block_sizes, interpret=interpret
+            *operands,
+            activation=activation,
+            recompute=recompute,
+            sharded_over=sharded_over,
+            sizes=block_sizes,
+            interpret=interpret,
         )
-    for name, given in (("block_sizes", block_sizes is not None), ("recompute", recompute)):
-        if given:
+    refused = {"block_sizes": block_sizes, "recompute": recompute or None, "sharded_over": sharded_over}
+    for name, given in refused.items():
+        if given is not None:
             raise ValueError(f"gated_mlp: {implementation} takes no {name}; {' and '.join(KERNELS)} do")
     run = gated_mlp_reference if implementation == "reference" else gated_mlp_xla
     return run(*operands, activation=activation)
 
 
-def _check(x, w_gate, w_up, activation):
-    if x.ndim != 2 or w_gate.ndim != 2 or w_gate.shape != w_up.shape or x.shape[1] != w_gate.shape[0]:
+def _check(x, w_gate, w_up, activation, parts):
+    if x.ndim != 2 or w_gate.ndim != 2 or w_gate.shape != w_up.shape or x.shape[1] != parts * w_gate.shape[0]:
         raise ValueError(
             f"gated_mlp takes x_TD, w_gate_DF, w_up_DF; got shapes {x.shape}, {w_gate.shape}, {w_up.shape}"
         )

@@ -54,6 +54,7 @@ STEPS = {
         *("v5e:2x2", PLAIN, "mesh.fsdp=2", "mesh.stage=2", "mesh.stage_rounds=2", "mesh.stage_microbatches=4"),
         "model.num_layers=4",
     ),
+    "rings": step("v5e:2x2", "model.model_dim=512", "mesh.gradient_scatter=ring"),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "too large": step("v5e:1x1", PLAIN, "data.batch_size=40000", "model.remat=none"),
 }
@@ -73,7 +74,9 @@ def answers(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context", "experts", "stages"])
+@pytest.mark.parametrize(
+    "name", ["v4", "v5e", "v5p", "v6e", "7x", "two slices", "context", "experts", "stages", "rings"]
+)
 def test_step_compiles_and_its_memory_adds_up(answers, name):
     answer = answers[name]
     report = table.Report(STEPS[name].topology, STEPS[name].num_slices, answer)
@@ -122,7 +125,7 @@ def test_flops_are_those_of_the_formula_and_what_remat_repeats(answers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v5e", "context", "experts"])
+@pytest.mark.parametrize("name", ["v5e", "context", "experts", "rings"])
 def test_kernels_count_by_their_schedules_as_often_as_their_flops_say(answers, name):
     """What the regions' runs give the matrix units is what the call's FLOPs need, so the runs are right. All of a block
     that a causal mask cuts through is multiplied, and so few rows do not go round the four units evenly."""
@@ -173,6 +176,20 @@ def test_keys_go_round_the_ring_beside_the_kernels_as_often_as_the_formula_says(
     assert all(c["overlaps"] for c in permutes)
     # All but the way home, of dk and dv, have a kernel to travel beside.
     assert sum(c["kernels_meanwhile"] == 0 for c in permutes) <= 2
+
+
+@pytest.mark.slow
+def test_gradients_go_round_the_ring_in_the_kernels_that_make_them(answers):
+    collectives, L, D, N, K, H, F = answers["rings"]["collectives"], 3, 512, 2, 1, 128, 512
+    rings = [c for c in collectives if c["kind"] == "reduce-scatter-ring"]
+    sizes = [D * N * H, D * K * H, D * K * H, N * H * D, D * F, D * F, F * D]
+    assert sorted(c["bytes"] for c in rings) == sorted(2 * size for size in sizes)
+    assert all((c["runs"], c["axes"], c["wire_bytes"]) == (L, ["fsdp"], c["bytes"] * 3 / 4) for c in rings)
+    assert all(c["overlaps"] and c["cycles_meanwhile"] > 0 for c in rings)
+    assert answers["rings"]["kernels"]["collective_matmul_reduce_scatter"] == L * len(sizes)
+    # What is left to XLA in the loop over layers: norms' scales, the vocabulary's tables stand outside.
+    summed = [c for c in collectives if c["kind"] in ("reduce-scatter", "all-reduce") and c["runs"] == L]
+    assert sum(c["bytes"] for c in summed) < 4 * D * 4
 
 
 @pytest.mark.slow
@@ -273,6 +290,9 @@ def test_bad_input_is_one_line_at_once(flags, message, capsys):
 
 
 WRONG = {
+    "a device's 1 rows of data.seq_len=64 makes 64, and mesh.gradient_scatter=ring wants a multiple of 128": step(
+        *("v5e:2x2", "model.model_dim=512", "mesh.gradient_scatter=ring", "data.seq_len=64", "data.batch_size=4")
+    ),
     "no topology 'v5e:3x5', 1 slice(s): ": step("v5e:3x5"),
     "mesh.data=1, mesh.fsdp=3, mesh.tensor=1 makes 3 devices; there are 4": step("v5e:2x2", "mesh.fsdp=3"),
     "does not divide over the 4 devices of mesh axis data x fsdp": step("v5e:2x2", "data.batch_size=6"),

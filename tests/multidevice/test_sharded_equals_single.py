@@ -27,12 +27,15 @@ VARIANTS = {
         *(*BASE, "model.dropout=0.3", "model.remat=full", "model.num_layers=4"),
         *("optim.accumulation_steps=2", "data.batch_size=16"),
     ),
+    "rings": (*BASE, "mesh.gradient_scatter=ring", "model.remat=full"),
     "muon_with_qk_norm_and_remat": (*BASE, "optim.optimizer=muon", "model.qk_norm=true", "model.remat=full"),
 }
 CASES = [
     ((8, 1, 1), "adamw"),
     ((1, 8, 1), "adamw"),
     ((1, 1, 4), "adamw"),
+    ((1, 8, 1), "rings"),
+    ((2, 4, 1), "rings"),
     ((2, 2, 2), "adamw_untied_in_two_parts"),
     ((2, 2, 2), "more_words_than_tokens"),
     ((1, 4, 2), "muon_with_qk_norm_and_remat"),

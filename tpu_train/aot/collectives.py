@@ -1,9 +1,11 @@
 """What crosses the mesh in a compiled step: kind, mesh axes, bytes, and whether other work runs meanwhile.
 
-A collective overlaps if it is a pair, start and done, with instructions between them that the compiler gives cycles: a
+A Pallas kernel that sends round a ring, as its call says (runtime.facts), is one beside its own work: kind RING. A
+collective overlaps if it is a pair, start and done, with instructions between them that the compiler gives cycles: a
 `-start` operation, or a fusion called async-collective-start that holds the collective. Any other holds up the core.
 """
 
+import ast
 import dataclasses
 import math
 import re
@@ -14,6 +16,7 @@ import numpy as np
 from pallas_kernels.hlo_cost import KERNEL, Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+RING = "reduce-scatter-ring"  # of a kernel of collective_matmul
 BETWEEN_SLICES = ("send",)  # each has its recv on another slice
 
 
@@ -43,6 +46,8 @@ def find(module: Module, mesh: Mapping[str, int], root: str = "") -> list[Collec
     """All collectives of the module, on a mesh of these axis sizes, its devices in the mesh's order."""
     found = []
     for runs, computation, at, instruction in module.walk():
+        if instruction.facts.get("op") == "collective_matmul":
+            found.append(_of_kernel(module, runs, instruction, root))
         inner = _inside(module, instruction)
         if inner is None:
             continue
@@ -68,6 +73,13 @@ def find(module: Module, mesh: Mapping[str, int], root: str = "") -> list[Collec
             )
         )
     return found
+
+
+def _of_kernel(module: Module, runs: int, kernel: Instruction, root: str) -> Collective:
+    """What a kernel sends round a ring: n - 1 of the n blocks of a whole array."""
+    facts = {name: ast.literal_eval(kernel.facts[name]) for name in ("axis", "n", "D", "F", "itemsize")}
+    size, cycles = facts["D"] * facts["F"] * facts["itemsize"], module.cycles(kernel)
+    return Collective(RING, (facts["axis"],), facts["n"], size, runs, True, cycles, 1, module.source(kernel, root))
 
 
 def _inside(module: Module, instruction: Instruction) -> Instruction | None:

@@ -66,7 +66,7 @@ def meshes(config: Config, devices: int, num_slices: int) -> Iterator[MeshConfig
     model, context, expert = config.model, max(config.mesh.context, 1), max(config.mesh.expert, 1)
     stage = max(config.mesh.stage, 1)
     width = model.expert_size if model.num_experts else model.mlp_dim
-    for tensor in TENSOR:
+    for tensor in TENSOR if config.mesh.gradient_scatter == "xla" else (1,):
         fsdp, left = divmod(devices, num_slices * stage * context * expert * tensor)
         rows, parts = num_slices * stage * expert * fsdp, stage * expert * fsdp * context
         if left or config.data.batch_size % rows or model.model_dim % parts:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pallas_kernels.schedule_dump import CORES
 from tpu_train import chips, stages
+from tpu_train.aot.collectives import RING
 from tpu_train.config import Config
 from tpu_train.planning import network
 from tpu_train.planning.advice import SHORTEST_CHUNK
@@ -120,6 +121,9 @@ class Report:
         waits = 0.0
         for c in self.answer["collectives"]:
             speeds = [axes[name].fast_bytes or math.inf for name in c["axes"] if axes[name].fast > 1]
+            if c["kind"] == RING:  # one link either way, where neighbours on the axis are neighbours in the torus
+                links = [2 * (axes[name].link_bytes or math.inf) for name in c["axes"]]
+                speeds = [min(*speeds, *links)] if speeds else links
             slow = self.fleet.chip.per_device("slow_bytes") or math.inf
             seconds = c["wire_bytes"] / (slow if crosses_slices(c, axes) else min(speeds, default=math.inf))
             waits += c["runs"] * max(0.0, seconds - c["cycles_meanwhile"] / self.clock_hz)

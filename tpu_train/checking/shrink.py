@@ -27,6 +27,7 @@ def shrunk(config: Config, meshes: Sequence[Mapping[str, int]], steps: int) -> C
 
     row, width = math.lcm(ROW, 2 * parts("context")), parts("expert", "fsdp", "context", "stage")
     mesh = dataclasses.replace(config.mesh, stage_rounds=min(config.mesh.stage_rounds, 2), stage_microbatches=None)
+    mesh = dataclasses.replace(mesh, gradient_scatter="xla")  # which every mesh takes
     pieces = parts("stage") * mesh.stage_rounds if parts("stage") > 1 else 1
     model = _model(config, row, width, parts("tensor"), parts("tensor", "context"), pieces)
     micro = min(config.optim.accumulation_steps, 2)

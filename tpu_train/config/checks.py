@@ -37,6 +37,7 @@ def check(config: Config) -> None:
             f"run.quantized={config.run.quantized} is for dense layers, and model.num_experts is "
             f"{config.model.num_experts}; set run.quantized=none"
         )
+    _check_rings(config)
     _check_data(config)
     _check_optim(config)
     if config.run.init_from_ema and not config.run.init_from:
@@ -110,6 +111,16 @@ def _check_experts(model: ModelConfig) -> None:
             "model.experts_per_token=1 with model.normalize_gates=true makes every gate 1, so that the router learns "
             "nothing; set model.normalize_gates=false"
         )
+
+
+def _check_rings(config: Config) -> None:
+    if config.mesh.gradient_scatter == "xla":
+        return
+    wants = f"mesh.gradient_scatter={config.mesh.gradient_scatter} is for"
+    if config.model.num_experts:
+        raise UserError(f"{wants} dense layers, and model.num_experts={config.model.num_experts}; set it to xla")
+    if config.run.quantized != "none":
+        raise UserError(f"{wants} run.quantized=none, not {config.run.quantized}; set it to xla")
 
 
 def _check_data(config: Config) -> None:

@@ -71,7 +71,8 @@ def project(x: jax.Array, w: nnx.Param | Held, dims: str, num_in: int = 1, *, co
         return jax.reshard(_product(jax.reshard(x, P()), jax.reshard(w_, P()), num_in), out_spec)
 
     def local(x, w):
-        y = _product(x, gather_inside(w, dims), num_in)
+        rings = ops.has_rings(compute)
+        y = _ring_product(x, w, dims, num_in, compute) if rings else _product(x, gather_inside(w, dims), num_in)
         return jax.lax.psum(y, "tensor") if spec[0] == "tensor" else y
 
     if is_local():
@@ -107,6 +108,14 @@ def _product(x: jax.Array, w: jax.Array, num_in: int) -> jax.Array:
     return y_MO.reshape(*x.shape[:2], *w.shape[num_in:])
 
 
+def _ring_product(x: jax.Array, w: jax.Array, dims: str, num_in: int, compute: Compute) -> jax.Array:
+    """`_product` with the whole of a weight's part; D is all of what is contracted or of what comes out."""
+    x_MI = x.reshape(-1, math.prod(x.shape[2:]))
+    w_IO = w.reshape(math.prod(w.shape[:num_in]), -1)
+    y_MO = ops.ring_product(x_MI, w_IO, 1 if dims[-1] == "D" else 0, compute=compute)
+    return y_MO.reshape(*x.shape[:2], *([-1] if dims[-1] == "D" else w.shape[num_in:]))
+
+
 def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param | Held, str], compute: Compute) -> list[jax.Array]:
     """`project` of x by each (weight, dims).
 
@@ -115,6 +124,7 @@ def project_each(x_BTD: jax.Array, *weights: tuple[nnx.Param | Held, str], compu
     size = jax.sharding.get_abstract_mesh().shape
     arrays = [(w, dims) for w, dims in weights if not isinstance(w, Held)]
     apart = compute.platform != "cpu" or size["tensor"] > 1 or size["context"] > 1 or is_local()
+    apart |= ops.has_rings(compute)
     if apart or compute.quantized != "none" or len(arrays) < len(weights):
         return [project(x_BTD, w, dims, compute=compute) for w, dims in weights]
     B, T, D = x_BTD.shape
