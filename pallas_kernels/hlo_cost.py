@@ -1,7 +1,7 @@
 """Reads the text of a compiled module: its instructions in the order of the schedule, its loops, and its source lines.
 
-Written for what the TPU compiler of libtpu 0.0.52 prints. A loop's trip count is the constant that its condition
-compares the counter with: JAX counts from 0 by 1.
+Written for what the TPU compiler of libtpu 0.0.52 prints, and XLA for NVIDIA cards. A loop's trip count is what XLA
+says, or the constant that its condition compares the counter with: JAX counts from 0 by 1.
 """
 
 import dataclasses
@@ -107,7 +107,9 @@ class Module:
         return found[1] if found else ""
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a while's body runs; None where its condition does not say."""
+        """How often a while's body runs; None where neither XLA nor its condition says."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+            return int(known[1])
         condition = self.computations[loop.attribute("condition") or ""]
         limits = [int(n) for i in condition if i.op == "constant" for n in re.findall(r"^(\d+)\)", i.rest)]
         return limits[0] if len(limits) == 1 else None

@@ -123,7 +123,7 @@ def test_help_of_a_command_lists_its_flags_soon_and_without_jax(command):
         "generate": "config step ema weights workdir set processes prompt num_tokens num_samples temperature top_k "
         "seed",
         "plan": "config set chips slices tokens mfu watts price json html",
-        "compile": "config topology num_slices search json set",
+        "compile": "config topology num_slices xla_flags search json set",
         "kernels": "topology op json update_budget",
     }
     assert [name for name, _ in listed] == wanted[command].split()

@@ -22,7 +22,7 @@ COMMANDS = {
     "blame": "the first tensor that was not finite in a skipped step, done again from the checkpoint before",
     "check": "does a config compute the same on every mesh, however its rows are cut, by every kernel",
     "plan": "memory, time, cost and a mesh for a config on given chips, by formulas; needs no chip",
-    "compile": "the real train step through the real TPU compiler: memory, work, traffic; needs no TPU",
+    "compile": "the real train step through the compiler of a TPU or GPU: memory, work, traffic; needs none",
     "kernels": "predicted cycles of the Pallas kernels on a TPU, from its compiler; needs no TPU",
 }
 
@@ -129,8 +129,14 @@ def _flags_of(command: str) -> flags.FlagValues:
         return values
     if command == "compile":
         add(flags.DEFINE_string, "config", None, "the run: a Python file with `def config() -> Config`")
-        add(flags.DEFINE_string, "topology", "v5e:4x4", "one slice: v4, v5e, v5p, v6e or 7x, and a shape such as :4x4")
-        add(flags.DEFINE_integer, "num_slices", 1, "slices; mesh.data goes across them", lower_bound=1)
+        add(
+            flags.DEFINE_string,
+            "topology",
+            "v5e:4x4",
+            "one slice, as v6e:4x4 or v5p:4x4x4, or the cards of a host, as h100:8",
+        )
+        add(flags.DEFINE_integer, "num_slices", 1, "slices or hosts; mesh.data goes across them", lower_bound=1)
+        add(flags.DEFINE_string, "xla_flags", "", "LIBTPU_INIT_ARGS for TPUs, XLA_FLAGS for NVIDIA cards")
         add(flags.DEFINE_bool, "search", False, "try remat policies, meshes and micro-batches, and rank them")
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
         add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")

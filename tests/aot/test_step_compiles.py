@@ -277,7 +277,7 @@ def test_the_cache_knows_config_topology_and_source(tmp_path, monkeypatch):
             ["--config=configs/llama3_8b.py", "--topology=v5e:4by4"],
             "no topology 'v5e:4by4'; write a shape such as v5e:4x4",
         ),
-        (["--config=configs/llama3_8b.py", "--topology=h100:1x1"], "compiling for NVIDIA GPUs is not there yet"),
+        (["--config=configs/llama3_8b.py", "--topology=h100:1x1"], "no topology 'h100:1x1'; write the cards of a host"),
         (["--config=configs/llama3_8b.py", "--set", "mesh.fsdb=2"], "unknown config field 'mesh.fsdb'; did you mean"),
     ],
 )

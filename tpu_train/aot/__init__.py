@@ -1,4 +1,4 @@
-"""The `compile` command: the real train step through the real TPU compiler, with no TPU.
+"""The `compile` command: the real train step through the real compiler of a TPU or an NVIDIA card, with none here.
 
 The compiler runs in a process of its own, for devices that do not exist. What it answers is kept in
 ~/.cache/tpu_train/compile, under a hash of the config, the topology, the versions and the source of our packages.
@@ -22,7 +22,7 @@ from typing import Any
 
 from pallas_kernels import schedule
 from tpu_train import config as config_lib
-from tpu_train.aot import search, table
+from tpu_train.aot import cards, search, table
 from tpu_train.config import Config, UserError
 
 ROOT = Path(__file__).parents[2]  # of our packages
@@ -31,11 +31,15 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "t
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A train step to compile, for `num_slices` slices of a topology such as "v5e:4x4"."""
+    """A train step to compile, for `num_slices` slices of a topology such as "v5e:4x4", or hosts such as "h100:8".
+
+    `xla_flags` are LIBTPU_INIT_ARGS for a TPU, XLA_FLAGS for cards.
+    """
 
     config: Config
     topology: str
     num_slices: int = 1
+    xla_flags: str = ""
 
 
 def show(flag: Mapping[str, Any]) -> int:
@@ -43,7 +47,7 @@ def show(flag: Mapping[str, Any]) -> int:
     if not flag["config"]:
         raise UserError("compile needs --config=FILE, such as --config=configs/llama3_8b.py")
     config = config_lib.load(flag["config"], flag["set"])
-    step = Step(config, parse_topology(flag["topology"]), flag["num_slices"])
+    step = Step(config, parse_topology(flag["topology"]), flag["num_slices"], flag["xla_flags"])
     if flag["search"]:
         return search.show(step, num_devices(step), compile_steps, as_json=flag["json"])
     (answer,) = compile_steps([step])
@@ -54,21 +58,21 @@ def show(flag: Mapping[str, Any]) -> int:
 
 def parse_topology(text: str) -> str:
     """ "tpu7x:2x2x1" for "7x:2x2x1"; raises UserError with what exists."""
+    if cards.of_topology(text):
+        return cards.parse(text)
     if util.find_spec("libtpu") is None:
         raise UserError("compiling for a TPU that is not here needs libtpu: pip install libtpu flatbuffers")
-    if text.lower().partition(":")[0] in ("a100", "h100", "h200", "b200"):
-        raise UserError(f"{text}: compiling for NVIDIA GPUs is not there yet; there are v4, v5e, v5p, v6e, 7x")
     try:
         _, topology = schedule.parse_topology(text)
     except schedule.ScheduleError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}, or an NVIDIA card: {', '.join(cards.CARDS)}, as in h100:8") from error
     if not re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology):
         raise UserError(f"no topology {text!r}; write a shape such as v5e:4x4, v6e:16x16 or v5p:4x4x4")
     return topology
 
 
 def num_devices(step: Step) -> int:
-    """JAX devices of all slices: one per chip, but two of a 7x."""
+    """JAX devices of all slices or hosts: one per chip, but two of a 7x."""
     generation, _, shape = step.topology.partition(":")
     per_chip = 2 if generation == "tpu7x" else 1
     return step.num_slices * per_chip * math.prod(int(side) for side in shape.split("x"))
@@ -79,7 +83,9 @@ def compile_steps(steps: Sequence[Step], use_cache: bool = True) -> list[dict[st
     keys = [key(step) for step in steps]
     files = [CACHE / f"{name}.json" for name in keys]
     missing = [i for i, file in enumerate(files) if not (use_cache and file.exists())]
-    answers = dict(zip(missing, run([steps[i] for i in missing]), strict=True)) if missing else {}
+    answers: dict[int, dict[str, Any]] = {}
+    for alike in _alike(steps, missing):
+        answers |= zip(alike, run([steps[i] for i in alike]), strict=True)
     for i, answer in answers.items():
         refuse(steps[i], answer)
         files[i].parent.mkdir(parents=True, exist_ok=True)
@@ -89,11 +95,19 @@ def compile_steps(steps: Sequence[Step], use_cache: bool = True) -> list[dict[st
     return [answers[i] if i in answers else json.loads(file.read_text()) for i, file in enumerate(files)]
 
 
+def _alike(steps: Sequence[Step], missing: Sequence[int]) -> list[list[int]]:
+    """`missing`, cut into those that one process can compile: an environment has one set of flags."""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for i in missing:
+        groups.setdefault((cards.of_topology(steps[i].topology) is None, steps[i].xla_flags), []).append(i)
+    return list(groups.values())
+
+
 def key(step: Step) -> str:
     """Changes with all that the answer depends on."""
     plain = config_lib.to_dict(dataclasses.replace(step.config, checkpoint=Config().checkpoint))
     del plain["run.workdir"]
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    flags = [os.environ.get("LIBTPU_INIT_ARGS", ""), step.xla_flags]
     return hashlib.sha256(
         json.dumps([plain, step.topology, step.num_slices, versions(), flags, source_hash(ROOT)]).encode()
     ).hexdigest()[:32]
@@ -101,7 +115,9 @@ def key(step: Step) -> str:
 
 def versions() -> dict[str, str]:
     """Of what decides how a step is compiled."""
-    return {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")}
+    names = ("jax", "jaxlib", "libtpu", "flax", "optax", *(plugin.replace("_", "-") for plugin in cards.PLUGINS))
+    found = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
 
 
 @functools.cache
@@ -115,7 +131,7 @@ def source_hash(root: Path) -> str:
 
 
 def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """The compiler's answers, from one process; each may be a refusal."""
+    """The compiler's answers, from one process, for steps with the same flags; each may be a refusal."""
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
         child, environment = prepare(steps, folder, schedule.dump_flags(folder / "dump"))
@@ -125,7 +141,7 @@ def run(steps: Sequence[Step]) -> list[dict[str, Any]]:
             file = folder / f"{i}.json"
             if not file.exists():
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise UserError(f"the TPU compiler's process ended with status {done.returncode}: {last}")
+                raise UserError(f"the compiler's process ended with status {done.returncode}: {last}")
             answers.append(json.loads(file.read_text()))
         return answers
 
@@ -160,7 +176,7 @@ def assigned_bytes(step: Step) -> int:
 
 
 def prepare(steps: Sequence[Step], folder: Path, flags: str = "") -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of the process that compiles; `flags` are LIBTPU_INIT_ARGS."""
+    """The command and the environment of the process that compiles; `flags` are more LIBTPU_INIT_ARGS."""
     requests = [
         {
             "config": config_lib.to_dict(step.config),
@@ -172,12 +188,14 @@ def prepare(steps: Sequence[Step], folder: Path, flags: str = "") -> tuple[list[
     ]
     (folder / "request.json").write_text(json.dumps(requests))
     (folder / "dump").mkdir()
-    environment = schedule.compiler_environment(flags)
+    on_cards, (more,) = cards.of_topology(steps[0].topology), {step.xla_flags for step in steps}
+    environment = schedule.compiler_environment(flags if on_cards else f"{more} {flags}".strip())
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found there dumps nothing
-        "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step",
+        "XLA_FLAGS": f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        f"{f' {more}' if on_cards else ''}",
     }
     return [sys.executable, "-P", "-m", "tpu_train.aot.child", str(folder)], environment
 

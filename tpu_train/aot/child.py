@@ -1,4 +1,4 @@
-"""The process in which libtpu compiles a train step: `python -P -m tpu_train.aot.child FOLDER`.
+"""The process that compiles a train step, by libtpu or by XLA for cards: `python -P -m tpu_train.aot.child FOLDER`.
 
 FOLDER/request.json lists steps, {"config", "topology", "num_slices", "root"}; FOLDER/<i>.json says what became of each,
 as soon as it is known. XLA dumps into FOLDER/dump (XLA_FLAGS), also what does not fit, and libtpu the schedules.
@@ -20,7 +20,7 @@ from pallas_kernels import hlo_cost
 from tpu_train import config as config_lib
 from tpu_train import mesh as mesh_lib
 from tpu_train import precision
-from tpu_train.aot import collectives, flops, kernels, memory, traffic
+from tpu_train.aot import cards, cards_time, collectives, flops, kernels, memory, traffic
 from tpu_train.flops import train_flops_per_token
 from tpu_train.models import moe
 from tpu_train.models.transformer import num_params
@@ -46,16 +46,15 @@ def main(folder: Path) -> None:
 def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     """What the compiler makes of one step. Raises UserError on what does not fit together."""
     config = config_lib.from_dict(request["config"])
-    options: dict[str, Any] = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
-    if request["topology"].startswith("v4:"):
-        options["chip_config_name"] = "megacore"  # one device per chip, as a v4 has it by default; libtpu's is two
+    card = cards.of_topology(request["topology"])
     try:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **options)
+        devices = devices_of(request, card)
     except Exception as error:
         return {"no topology": str(error)}
-    devices: list[Any] = list(topology.devices)
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     mesh_lib.check_fits(config, mesh)
+    if card:
+        check_cards(config, mesh, request["num_slices"])
     compute = precision.resolve(config.run, mesh_lib.platform(mesh), config.mesh)
     state = abstract_state(config, compute)
     traced = trace_step(config, compute, mesh)
@@ -71,7 +70,31 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     else:
         known |= sizes(compiled.memory_analysis())
         text = text_of(compiled)
+    if card:
+        return known | too_large(known, card) | reading_of_cards(dump, known, dict(mesh.shape), request["root"], card)
     return known | reading(dump, text, dict(mesh.shape), request, filled)
+
+
+def devices_of(request: dict[str, Any], card: cards.Card | None) -> list[Any]:
+    """Devices of the topology, which exist for the compiler alone; raises what JAX does."""
+    if card:
+        name = cards.xla_name(request["topology"], request["num_slices"])
+        options = {"topology": name, "target_config": card.target()}
+        return list(topologies.get_topology_desc(platform="cuda", topology_name=name, **options).devices)
+    options = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    if request["topology"].startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # one device per chip, as a v4 has it by default; libtpu's is two
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **options).devices)
+
+
+def check_cards(config: config_lib.Config, mesh: jax.sharding.Mesh, hosts: int) -> None:
+    """Raises UserError for what cards can't be compiled or counted for."""
+    if config.model.num_experts:
+        raise config_lib.UserError("compile can't count experts' products on NVIDIA cards: XLA loops over their rows")
+    if mesh.shape["data"] % hosts:
+        raise config_lib.UserError(
+            f"mesh.data={mesh.shape['data']} is not a multiple of the {hosts} hosts; only `data` goes across them"
+        )
 
 
 def rows_filled(config: config_lib.Config, size: dict[str, int]) -> float:
@@ -145,6 +168,13 @@ def sizes(memory_analysis: Any) -> dict[str, Any]:
     }
 
 
+def too_large(known: dict[str, Any], card: cards.Card) -> dict[str, Any]:
+    """XLA compiles for cards what their memory does not hold; this says so, in the words of a TPU's refusal."""
+    needed = known["argument_bytes"] + known["output_bytes"] - known["aliased_bytes"] + known["temporary_bytes"]
+    what = {"out of memory": "device memory", "needed_bytes": needed} if needed > card.usable_bytes else {}
+    return {"available_bytes": int(card.usable_bytes)} | what
+
+
 def text_of(compiled: Any) -> str | None:
     """The module's text; None where jaxlib can't read back what libtpu compiled, as of steps for 7x (libtpu 0.0.52)."""
     try:
@@ -177,6 +207,31 @@ def reading(
         "unknown_loops": sum(i.op == "while" and read.trips(i) is None for _, _, _, i in walked),
         "kernel_calls": sum(runs for runs, _, _, i in walked if hlo_cost.KERNEL in i.rest),
         "schedules": [vars(call) for call in calls],
+        "bytes_accessed": traffic.hbm_bytes(read),
+        "collectives": [vars(c) | {"wire_bytes": c.wire_bytes} for c in collectives.find(whole, mesh, root)],
+    }
+
+
+def reading_of_cards(
+    dump: Path, known: dict[str, Any], mesh: dict[str, int], root: str, card: cards.Card
+) -> dict[str, Any]:
+    """The same of a module compiled for cards. Its "cycles_meanwhile" are nanoseconds, by the roofline."""
+    (module_file,) = dump.glob("*jit_train_step*_gpu_after_optimizations.txt")
+    read = hlo_cost.parse(module_file.read_text())
+    live = module_file.with_name(module_file.name.replace(".txt", "-live-range.txt")).read_text()
+    buffers = memory.at_peak(live, read, root)
+    times = cards_time.nanoseconds(read, card, known["flops_by_kernel"])
+    whole = dataclasses.replace(read, kernel_cycles=times)
+    return {
+        "peak_bytes": sum(buffer.bytes for buffer in buffers),
+        "buffers": [vars(buffer) for buffer in buffers if not buffer.argument][:40],
+        "cycles": None,
+        "roofline_seconds": whole.total_cycles / 1e9,
+        "unknown_loops": sum(i.op == "while" and read.trips(i) is None for _, _, _, i in read.walk()),
+        "kernel_calls": sum(
+            runs for runs, _, _, i in read.walk() if any(target in i.rest for target in cards_time.CUDNN.values())
+        ),
+        "schedules": [],
         "bytes_accessed": traffic.hbm_bytes(read),
         "collectives": [vars(c) | {"wire_bytes": c.wire_bytes} for c in collectives.find(whole, mesh, root)],
     }

@@ -126,7 +126,7 @@ def _payload(module: Module, computation: str, inner: Instruction, kind: str, wr
         return sum(array.content_bytes for name in inner.operands for array in shapes[name] if array.dtype != "token")
     arrays = inner.arrays
     if inner.op.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        arrays = arrays[1:2]  # (operand, result, ...)
+        arrays = arrays[len(inner.operands) :][: len(inner.operands)]  # (operands, results, ...)
     return sum(array.content_bytes for array in arrays)
 
 

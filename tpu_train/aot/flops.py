@@ -14,6 +14,11 @@ from tpu_train.flops import keys_seen
 
 # Products of a kernel on the scores that its mask lets through, each 2 H FLOPs a score; named "_whole", on all scores.
 ATTENTION_PRODUCTS = {"flash_attention_forward": 2, "flash_attention_backward": 5}
+# The same by cuDNN on NVIDIA cards, whose operands are [B, T, N, H]: JAX's name for its calls, and ours.
+CUDNN = {
+    "dot_product_attention_fwd_wrapper": "cudnn_attention_forward",
+    "dot_product_attention_bwd_wrapper": "cudnn_attention_backward",
+}
 
 
 def count(jaxpr: Any, devices: int, model: ModelConfig, rows_filled: float = 1.0) -> dict[str, Any]:
@@ -45,6 +50,11 @@ def count(jaxpr: Any, devices: int, model: ModelConfig, rows_filled: float = 1.0
 
 def _kernel(equation: Any, name: str, model: ModelConfig, rows_filled: float) -> float | None:
     """Of one run."""
+    if name in CUDNN.values():
+        heads = [x.aval.shape for x in equation.invars[:3]]
+        return ATTENTION_PRODUCTS[name.replace("cudnn", "flash")] * _scores(
+            model, [(B, N, H, T) for B, T, N, H in heads], False
+        )
     products = ATTENTION_PRODUCTS.get(name.removesuffix("_whole"))
     if products is not None:
         return products * _scores(model, [x.aval.shape for x in equation.invars], name.endswith("_whole"))
@@ -60,6 +70,8 @@ def _walk(jaxpr: Any, runs: float, share: float) -> Iterator[tuple[str, float, A
             yield name, runs, equation, share
         elif name == "pallas_call":
             yield params["name"], runs, equation, share
+        elif name in CUDNN:
+            yield CUDNN[name], runs, equation, share
         else:
             times = runs * (params["length"] if name == "scan" else 1)
             if name == "cond":  # a device takes one of them, and which differs between devices

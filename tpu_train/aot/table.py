@@ -3,7 +3,8 @@
 Every time here is predicted: XLA's own estimate of cycles for what XLA compiled; for Pallas kernels, which XLA does not
 estimate, their schedules, in which no copy is waited for, or, where one can't be had, what the matrix units alone need
 for their FLOPs, a lower bound; and the time that a collective takes by the formulas of the plan (planning/network.py),
-as far as no other work of that many cycles runs beside it.
+as far as no other work of that many cycles runs beside it. For NVIDIA cards XLA has no estimate: there each operation
+counts with its roofline (cards_time.py), which is a bound.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any
 
 from pallas_kernels.schedule_dump import CORES
 from tpu_train import chips, stages
+from tpu_train.aot import cards
 from tpu_train.aot.collectives import RING
 from tpu_train.config import Config
 from tpu_train.planning import network
@@ -48,6 +50,11 @@ class Report:
         return self.topology.partition(":")[0]
 
     @property
+    def card(self) -> cards.Card | None:
+        """None for a TPU."""
+        return cards.of_topology(self.topology)
+
+    @property
     def fits(self) -> bool:
         return "out of memory" not in self.answer
 
@@ -61,11 +68,14 @@ class Report:
 
     @property
     def capacity_bytes(self) -> float:
-        return self.answer.get("available_bytes", HBM_GIB[self.generation] * GIB)
+        available = self.answer.get("available_bytes")
+        return HBM_GIB[self.generation] * GIB if available is None else available
 
     @property
-    def flops_per_cycle(self) -> int:
-        """Of one device, in bf16."""
+    def flops_per_cycle(self) -> float:
+        """Of one device, in bf16; of a card in a nanosecond."""
+        if self.card:
+            return (self.card.chip.bf16_flops or 0.0) / 1e9
         return CORES[self.generation].peak_bf16_flops * DEVICE_CORES[self.generation]
 
     @property
@@ -111,6 +121,8 @@ class Report:
     @property
     def compute_seconds(self) -> float | None:
         """Predicted for a step, without the network."""
+        if self.card:
+            return self.answer["roofline_seconds"]
         xla, kernels = self.answer["cycles"], self.kernel_cycles
         return None if xla is None or kernels is None else (xla + kernels) / self.clock_hz
 
@@ -165,7 +177,8 @@ class Report:
         """For a terminal."""
         a = self.answer
         axes = " x ".join(f"{axis} {size}" for axis, size in a["mesh"].items() if size > 1) or "one device"
-        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        word = "hosts" if self.card else "slices"
+        slices = f"{self.num_slices} {word} of " if self.num_slices > 1 else ""
         lines = [
             f"{a['num_devices']} x {a['device_kind']} ({slices}{self.topology}), mesh: {axes}",
             f"{a['parameters']:,} parameters, {a['tokens']:,} tokens a step, compute {a['compute']}, "
@@ -175,7 +188,7 @@ class Report:
             *self._memory(),
         ]
         if not self.fits:
-            lines += ["", *advice(config, a)]
+            lines += ["", *advice(config, a, self.card is not None)]
         return "\n".join([*lines, "", *self._work(), "", *self._collectives()])
 
     def _memory(self) -> Iterator[str]:
@@ -196,6 +209,15 @@ class Report:
         flops = a["xla_flops"] + (a["kernel_flops"] or 0)
         yield f"work of a device and step: {flops / 1e12:,.1f} TFLOP (recomputation included),"
         yield f"  {a['bytes_accessed'] / 1e9:,.1f} GB between HBM and core"
+        if self.card and self.seconds:
+            yield (
+                f"  predicted: at least {self.seconds * 1e3:,.0f} ms a step, MFU at most {self.mfu:.1%}: "
+                f"{self.answer['roofline_seconds'] * 1e3:,.0f} ms if each operation takes no more than its products at "
+                f"{(self.card.chip.bf16_flops or 0) / 1e12:,.0f} TFLOP/s or its bytes at "
+                f"{(self.card.chip.memory_bytes or 0) / 1e12:,.1f} TB/s, and {self.network_seconds * 1e3:,.0f} ms of "
+                "waiting for collectives"
+            )
+            return
         if a["cycles"] is None:
             yield "  no cycles: the compiler stopped, or its program can't be read back, before it gave an estimate"
             if self.fits:
@@ -259,7 +281,7 @@ def gb(size: float) -> str:
     return f"{size / 1e9:6.2f} GB"
 
 
-def advice(config: Config, answer: Mapping[str, Any]) -> list[str]:
+def advice(config: Config, answer: Mapping[str, Any], on_cards: bool = False) -> list[str]:
     """What to change where a step does not fit, most telling first."""
     lines = []
     if config.model.remat != "full":
@@ -277,5 +299,9 @@ def advice(config: Config, answer: Mapping[str, Any]) -> list[str]:
         lines.append("--set mesh.fsdp=-1 --set mesh.data=1 splits weights and moments over all devices")
     if config.optim.moment_dtype == "float32":
         lines.append("--set optim.moment_dtype=bfloat16 halves the first moment")
+    if on_cards:
+        lines.append(
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX more of a card than the three quarters counted here"
+        )
     lines.append("more devices, or a chip with more HBM; --search tries remat, batch and mesh")
     return ["what may help:", *(f"  {line}" for line in lines)]

@@ -4,7 +4,7 @@ The compiler's own count takes a loop's body once. An instruction reads its oper
 these lie in HBM; where a fusion takes a slice of an operand, or updates a part of it in place, only that part counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pallas_kernels.hlo_cost import Array, Instruction, Module
 
@@ -18,14 +18,18 @@ ALLOCATES = ('custom_call_target="AllocateBuffer"', 'custom_call_target="ConcatB
 
 def hbm_bytes(module: Module) -> float:
     """Of all the module's instructions, on one device."""
+    return sum(runs * size for runs, _, size in by_instruction(module))
+
+
+def by_instruction(module: Module) -> Iterator[tuple[int, Instruction, int]]:
+    """(runs in a step, instruction, bytes of one run) of all that is scheduled."""
     shapes = {
         name: {instruction.name: instruction.arrays for instruction in body}
         for name, body in module.computations.items()
     }
-    return sum(
-        runs * _of(module, instruction, [shapes[computation].get(name, ()) for name in instruction.operands])
-        for runs, computation, _, instruction in module.walk()
-    )
+    for runs, computation, _, instruction in module.walk():
+        operands = [shapes[computation].get(name, ()) for name in instruction.operands]
+        yield runs, instruction, _of(module, instruction, operands)
 
 
 def _of(module: Module, instruction: Instruction, operands: Sequence[tuple[Array, ...]]) -> int:
