@@ -42,8 +42,8 @@ def steps(n: int) -> list[int]:
 def plan(n: int, axis: str) -> jax.Array:
     """int32, read as scalars: a device's block for each of n turns, and where on the mesh its neighbours are.
 
-    The neighbour right, then the
-    one left, is named by its index along each of the mesh's axes, which must all be manual.
+    The neighbour right, then the one left, is named by its index along each of the mesh's axes, which must all be
+    manual.
     """
     size = jax.sharding.get_abstract_mesh().shape
     me = {name: jax.lax.axis_index(name) for name in size}
