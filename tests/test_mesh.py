@@ -1,5 +1,7 @@
 """The mesh: its shape from what is asked and what is there, and which models fit it."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from jax.sharding import AxisType
 from tpu_train import layout
 from tpu_train.aot import search
 from tpu_train.config import MeshConfig, UserError
-from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, platform
+from tpu_train.mesh import AXES, check_fits, make_mesh, mesh_shape, over_slices, platform
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,72 @@ def test_mesh_is_explicit_holds_the_devices_and_is_set_for_the_process():
     assert set(mesh.devices.flat) == set(jax.devices())
     assert jax.sharding.get_mesh() == mesh
     assert make_mesh(MeshConfig(), jax.devices()[3:5]).devices.flatten().tolist() == jax.devices()[3:5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "slices", "found"),
+    [
+        ({}, 1, {}),
+        ({}, 2, {"data": 2}),
+        ({"fsdp_slices": 2}, 2, {"fsdp": 2}),
+        ({"fsdp_slices": 2}, 4, {"data": 2, "fsdp": 2}),
+        ({"data_slices": 1, "stage_slices": -1}, 4, {"stage": 4}),
+        ({"data_slices": 2, "tensor_slices": 2, "context_slices": -1}, 8, {"data": 2, "tensor": 2, "context": 2}),
+        ({"expert_slices": 4}, 4, {"expert": 4}),
+    ],
+)
+def test_slices_are_dealt_out_to_the_axes(asked, slices, found):
+    size = dict.fromkeys(AXES, 4)
+    assert layout.across_slices(MeshConfig(**asked), size, slices) == dict.fromkeys(AXES, 1) | found
+
+
+@pytest.mark.parametrize(
+    ("asked", "slices", "message"),
+    [
+        ({"fsdp_slices": 2}, 1, "mesh.fsdp_slices=2 makes 2 slices, and the devices are one slice: the product must"),
+        ({"fsdp_slices": 2}, 3, "mesh.fsdp_slices=2 makes 2 slices, and there are 3 slices: the product must match"),
+        ({"data_slices": 1}, 2, "mesh.data_slices=1 makes 1 slices, and there are 2 slices: the product must match"),
+        ({"data_slices": 2, "fsdp_slices": 2}, 2, "mesh.data_slices=2, mesh.fsdp_slices=2 makes 4 slices, and there"),
+        (
+            {"fsdp_slices": -1},
+            2,
+            "mesh.data_slices=-1, mesh.fsdp_slices=-1: slices are at least 1, and at most one is -1",
+        ),
+        ({"stage_slices": 0}, 2, "mesh.stage_slices=0: slices are at least 1"),
+        (
+            {},
+            3,
+            "mesh.data=4 is not a multiple of the 3 slices that it is spread over; set mesh.data to one, or spread ",
+        ),
+        ({"stage_slices": 3}, 3, "mesh.stage=4 is not a multiple of the 3 slices"),
+        (
+            {"fsdp_slices": 2, "gradient_scatter": "ring"},
+            2,
+            "sends within a slice, and mesh.fsdp is spread over 2; set",
+        ),
+    ],
+)
+def test_slices_that_can_not_be_dealt_out_so_are_refused(asked, slices, message):
+    with pytest.raises(UserError) as error:
+        layout.across_slices(MeshConfig(**asked), dict.fromkeys(AXES, 4), slices)
+    assert message in str(error.value)
+
+
+def test_an_axis_goes_through_a_slice_before_it_goes_on_to_the_next():
+    devices = [
+        SimpleNamespace(id=i, slice_index=i // 4, device_kind="", platform="", process_index=0) for i in range(8)
+    ]
+    shape = (2, 1, 1, 4, 1, 1)
+    for axis, rows in (("data", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("fsdp", [[0, 1, 4, 5], [2, 3, 6, 7]])):
+        across = dict.fromkeys(AXES, 1) | {axis: 2}
+        placed = over_slices(shape, across, devices)
+        assert placed.shape == shape
+        assert [[device.id for device in row] for row in placed.reshape(2, 4)] == rows
+
+
+def test_one_slice_refuses_axes_over_several():
+    with pytest.raises(UserError, match=r"mesh.fsdp_slices=2 makes 2 slices, and the devices are one slice"):
+        make_mesh(MeshConfig(1, 8, fsdp_slices=2))
 
 
 def test_platform_is_that_of_the_meshs_devices(mesh_of):

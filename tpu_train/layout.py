@@ -10,6 +10,7 @@ from tpu_train import context, stages
 from tpu_train.config import Config, MeshConfig, UserError
 
 AXES = ("data", "stage", "expert", "fsdp", "context", "tensor")
+DATA_ALONE = {f"{axis}_slices": -1 if axis == "data" else 1 for axis in AXES}  # over slices: the default
 USUAL = ("data", "fsdp", "tensor")  # the others are named where they are more than 1
 
 
@@ -23,6 +24,34 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     if num_devices % fixed or (-1 not in sizes and fixed != num_devices):
         raise UserError(f"{said} makes {fixed} devices; there are {num_devices}: the product must match")
     return tuple(num_devices // fixed if size == -1 else size for size in sizes)
+
+
+def across_slices(config: MeshConfig, size: Mapping[str, int], slices: int) -> dict[str, int]:
+    """How many slices each of `AXES` is spread over, a -1 replaced by what is left of `slices`.
+
+    `size`: devices along each axis. Raises UserError where the slices can't be dealt out so.
+    """
+    asked = {axis: getattr(config, f"{axis}_slices") for axis in AXES}
+    said = ", ".join(f"mesh.{axis}_slices={n}" for axis, n in asked.items() if n not in (1, -1))
+    if list(asked.values()).count(-1) > 1 or any(n < 1 and n != -1 for n in asked.values()):
+        every = ", ".join(f"mesh.{axis}_slices={n}" for axis, n in asked.items() if n != 1)
+        raise UserError(f"{every}: slices are at least 1, and at most one is -1 (the slices left over)")
+    fixed = math.prod(n for n in asked.values() if n != -1)
+    if slices % fixed or (-1 not in asked.values() and fixed != slices):
+        there = "the devices are one slice" if slices == 1 else f"there are {slices} slices"
+        raise UserError(f"{said or 'mesh.data_slices=1'} makes {fixed} slices, and {there}: the product must match")
+    found = {axis: slices // fixed if n == -1 else n for axis, n in asked.items()}
+    for axis, n in found.items():
+        if size[axis] % n:
+            spread = f"the {n} slices that it is spread over; set mesh.{axis} to one, or spread another axis, as in "
+            other = "fsdp" if axis == "data" else "data"
+            raise UserError(f"mesh.{axis}={size[axis]} is not a multiple of {spread}mesh.{other}_slices={n}")
+    if config.gradient_scatter == "ring" and found["fsdp"] > 1:
+        raise UserError(
+            f"mesh.gradient_scatter=ring sends within a slice, and mesh.fsdp is spread over {found['fsdp']}; set it to "
+            "xla, or mesh.fsdp_slices=1"
+        )
+    return found
 
 
 def check_fits(config: Config, size: Mapping[str, int]) -> None:

@@ -135,7 +135,8 @@ def _flags_of(command: str) -> flags.FlagValues:
             "v5e:4x4",
             "one slice, as v6e:4x4 or v5p:4x4x4, or the cards of a host, as h100:8",
         )
-        add(flags.DEFINE_integer, "num_slices", 1, "slices or hosts; mesh.data goes across them", lower_bound=1)
+        text = "slices or hosts; mesh.data goes across them, or what mesh.*_slices says"
+        add(flags.DEFINE_integer, "num_slices", 1, text, lower_bound=1)
         add(flags.DEFINE_string, "xla_flags", "", "LIBTPU_INIT_ARGS for TPUs, XLA_FLAGS for NVIDIA cards")
         add(flags.DEFINE_bool, "search", False, "try remat policies, meshes and micro-batches, and rank them")
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")

@@ -4,9 +4,10 @@ Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batc
 splits the batch and the experts, and other weights as `fsdp` does; `context` splits each row's tokens, and the weights
 as `fsdp` does; `tensor` splits heads, feed-forward and vocabulary; `stage` splits the layers while they compute, and
 before and after the batch and the weights as `fsdp` does. All are Explicit: an array's type says how it is sharded.
+`mesh.data_slices` and its like say which axes go from slice to slice, over the slower network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from tpu_train import layout
-from tpu_train.config import Config, MeshConfig, UserError
-from tpu_train.layout import AXES, mesh_shape
+from tpu_train.config import Config, MeshConfig
+from tpu_train.layout import AXES, across_slices, mesh_shape
 from tpu_train.sharding import without_stage
 
 
@@ -25,20 +26,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
+    across = across_slices(config, dict(zip(AXES, shape, strict=True)), slices)
     if slices > 1:
-        mesh = Mesh(_across_slices(shape, slices, devices), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+        mesh = Mesh(over_slices(shape, across, devices), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     else:
         mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
     jax.set_mesh(mesh)
     return mesh
 
 
-def _across_slices(shape: tuple[int, ...], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices of a mesh whose `data` axis alone goes from slice to slice, over the slower network."""
-    data, *rest = shape
-    if data % slices:
-        raise UserError(f"mesh.data={data} is not a multiple of the {slices} slices; only `data` goes across slices")
-    return mesh_utils.create_hybrid_device_mesh((data // slices, *rest), (slices, *[1] * len(rest)), devices=devices)
+def over_slices(shape: Sequence[int], across: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in a mesh's shape; an axis goes through a slice before it goes on to the next one."""
+    within = [size // across[axis] for axis, size in zip(AXES, shape, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, [across[axis] for axis in AXES], devices=devices)
 
 
 def for_decoding(mesh: Mesh) -> Mesh:

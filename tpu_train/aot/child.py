@@ -18,8 +18,8 @@ from jax.experimental import topologies
 
 from pallas_kernels import hlo_cost
 from tpu_train import config as config_lib
+from tpu_train import layout, precision
 from tpu_train import mesh as mesh_lib
-from tpu_train import precision
 from tpu_train.aot import cards, cards_time, collectives, flops, kernels, memory, traffic
 from tpu_train.flops import train_flops_per_token
 from tpu_train.models import moe
@@ -59,7 +59,8 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
     state = abstract_state(config, compute)
     traced = trace_step(config, compute, mesh)
     filled = rows_filled(config, dict(mesh.shape))
-    known = facts(config, compute, mesh, state) | flops.count(traced.jaxpr, mesh.size, config.model, filled)
+    known = facts(config, compute, mesh, state, request["num_slices"])
+    known |= flops.count(traced.jaxpr, mesh.size, config.model, filled)
     try:
         compiled: Any = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -72,7 +73,9 @@ def answer_one(request: dict[str, Any], dump: Path) -> dict[str, Any]:
         text = text_of(compiled)
     if card:
         return known | too_large(known, card) | reading_of_cards(dump, known, dict(mesh.shape), request["root"], card)
-    return known | reading(dump, text, dict(mesh.shape), request, filled)
+    # The compiler gives a slice's devices numbers of their own.
+    within = {axis: size // known["slices"][axis] for axis, size in mesh.shape.items()}
+    return known | reading(dump, text, within, request, filled)
 
 
 def devices_of(request: dict[str, Any], card: cards.Card | None) -> list[Any]:
@@ -108,7 +111,7 @@ def rows_filled(config: config_lib.Config, size: dict[str, int]) -> float:
 
 
 def facts(
-    config: config_lib.Config, compute: precision.Compute, mesh: jax.sharding.Mesh, state: TrainState
+    config: config_lib.Config, compute: precision.Compute, mesh: jax.sharding.Mesh, state: TrainState, slices: int
 ) -> dict[str, Any]:
     """What is known without the compiler: devices, mesh, dtypes, bytes by shape."""
     micro = config.optim.accumulation_steps
@@ -122,6 +125,7 @@ def facts(
         "device_kind": device.device_kind,
         "num_devices": mesh.size,
         "mesh": {axis: size for axis, size in mesh.shape.items()},
+        "slices": layout.across_slices(config.mesh, dict(mesh.shape), slices),
         "compute": str(compute.dtype),
         "implementation": compute.implementation,
         "parameters": num_params(state.model),
@@ -188,8 +192,8 @@ def reading(
 ) -> dict[str, Any]:
     """What the compiled module says of buffers, work and traffic, on one device.
 
-    `text` is the module's; None takes the dump's, in which no instruction has its cycles yet. `filled`: of the experts'
-    rows.
+    `mesh`: the sizes within a slice. `text` is the module's; None takes the dump's, in which no instruction has its
+    cycles yet. `filled`: of the experts' rows.
     """
     root, generation = request["root"], request["topology"].partition(":")[0]
     (module_file,) = dump.glob("*jit_train_step*.after_optimizations.txt")

@@ -12,6 +12,7 @@ from typing import Any
 
 from tpu_train.aot.table import Report, gb
 from tpu_train.config import Config, MeshConfig, UserError, differences
+from tpu_train.layout import DATA_ALONE
 
 # (remat, parts of the batch), from the quickest to the smallest.
 LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8))
@@ -74,7 +75,7 @@ def meshes(config: Config, devices: int, num_slices: int) -> Iterator[MeshConfig
         if any(n % tensor for n in (model.num_heads, model.kv_heads, width, model.vocab_size)):
             continue
         mesh = dataclasses.replace(config.mesh, data=num_slices, stage=stage, fsdp=fsdp, tensor=tensor)
-        yield dataclasses.replace(mesh, context=context, expert=expert)
+        yield dataclasses.replace(mesh, context=context, expert=expert, **DATA_ALONE)  # type: ignore[arg-type]
 
 
 def settings(config: Config, base: Config) -> str:

@@ -129,7 +129,7 @@ class Report:
     @property
     def network_seconds(self) -> float:
         """Predicted waiting for collectives: their time, less that of the work beside them."""
-        axes = network.axes(self.fleet, self.answer["mesh"])
+        axes = network.axes(self.fleet, self.answer["mesh"], self.answer.get("slices"))
         waits = 0.0
         for c in self.answer["collectives"]:
             speeds = [axes[name].fast_bytes or math.inf for name in c["axes"] if axes[name].fast > 1]
@@ -176,7 +176,8 @@ class Report:
     def table(self, config: Config) -> str:
         """For a terminal."""
         a = self.answer
-        axes = " x ".join(f"{axis} {size}" for axis, size in a["mesh"].items() if size > 1) or "one device"
+        over = {axis: f" over {n} slices" for axis, n in a.get("slices", {}).items() if n > 1 and axis != "data"}
+        axes = " x ".join(f"{axis} {n}{over.get(axis, '')}" for axis, n in a["mesh"].items() if n > 1) or "one device"
         word = "hosts" if self.card else "slices"
         slices = f"{self.num_slices} {word} of " if self.num_slices > 1 else ""
         lines = [
@@ -267,8 +268,9 @@ class Report:
 
 
 def crosses_slices(collective: Mapping[str, Any], axes: Mapping[str, network.Axis]) -> bool:
-    """Whether it goes over the slow network: a send between slices, or `data` where slices share it out."""
-    return not collective["axes"] or any(axes[name].slow > 1 for name in collective["axes"])
+    """Whether it goes over the slow network: a send between slices, or more devices than a slice has on its axes."""
+    within = math.prod(axes[name].fast for name in collective["axes"])
+    return not collective["axes"] or collective["devices"] > within
 
 
 def kernel_runs(kernels: Mapping[str, float]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tpu_train import context, stages
 from tpu_train.config import Config, MeshConfig, UserError, did_you_mean
-from tpu_train.layout import AXES, check_fits, mesh_shape
+from tpu_train.layout import AXES, DATA_ALONE, check_fits, mesh_shape
 
 Sizes = dict[str, int]  # of every axis
 
@@ -26,8 +26,8 @@ class Case:
         return name_of(self.sizes) + method
 
     def mesh(self, asked: MeshConfig) -> MeshConfig:
-        """What a config asks of its mesh, on this one."""
-        return dataclasses.replace(asked, **self.sizes, context_method=self.context_method)  # type: ignore[arg-type]
+        """What a config asks of its mesh, on this one, which is one slice."""
+        return dataclasses.replace(asked, **self.sizes, **DATA_ALONE, context_method=self.context_method)  # type: ignore[arg-type]
 
 
 def name_of(sizes: Mapping[str, int]) -> str:

@@ -166,6 +166,13 @@ class MeshConfig:
     stage_microbatches: int | None = None
     # How attention sees past a device's own tokens; auto takes, layer by layer, what sends least: see context.py.
     context_method: Literal["auto", "all_gather", "ring", "all_to_all"] = "auto"
+    # How many slices, which a slower network joins, each axis is spread over; -1: what the others leave of the slices.
+    data_slices: int = -1
+    fsdp_slices: int = 1
+    tensor_slices: int = 1
+    context_slices: int = 1
+    expert_slices: int = 1
+    stage_slices: int = 1
     # Gradients of the blocks' weights over `fsdp`: summed and split by XLA after their products, or sent round the ring
     # of its devices by the kernel that takes the products. For dense layers on a mesh of data and fsdp alone.
     gradient_scatter: Literal["xla", "ring"] = "xla"

@@ -91,6 +91,7 @@ def own(config: Config, fleet: Fleet) -> Choice:
         dtype=dtype_of(config, fleet),
         context_method=config.mesh.context_method,
         loss_cores=_loss_cores(config, fleet),
+        slices=layout.across_slices(config.mesh, sizes, fleet.slices),
     )
     return weigh(config, fleet, split)
 

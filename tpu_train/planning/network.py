@@ -1,8 +1,8 @@
 """What a mesh axis gets of the network, and how long collectives over it take.
 
-A torus or a switch joins the chips of a slice; a slower network joins slices, and `data` alone spans them, since it
-sends least: each gradient once a step. Costs are those of rings that send both ways (Sharding
-chapter of How to Scale Your Model, jax-ml.github.io/scaling-book): gathering an array of V bytes over n devices takes
+A torus or a switch joins the chips of a slice; a slower network joins slices, which `data` spans if nothing else is
+said, since it sends least: each gradient once a step. Costs are those of rings that send both ways (Sharding chapter of
+How to Scale Your Model, jax-ml.github.io/scaling-book): gathering an array of V bytes over n devices takes
 V (n - 1) / n over the bytes a second that a device sends into the axis, whatever n; latency is left out.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from tpu_train import context
 from tpu_train.chips import Fleet
-from tpu_train.config import UserError
-from tpu_train.layout import AXES
+from tpu_train.config import MeshConfig
+from tpu_train.layout import AXES, across_slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,13 @@ class Axis:
         return fast / (self.fast if self.switched else 4), slow / 4
 
     def permute(self, size: float) -> tuple[float, float]:
-        """Each device `size` bytes to its neighbour, all the same way; between slices there is no such neighbour."""
-        return size / self.link_bytes if self.link_bytes else 0.0, 0.0
+        """Each device `size` bytes to its neighbour, all the same way; the ones at a slice's end send to the next.
+
+        Fast and slow hops go on at once, so the longer of them counts.
+        """
+        fast = size / self.link_bytes if self.link_bytes and self.fast > 1 else 0.0
+        slow = size / self.slow_bytes if self.slow_bytes and self.slow > 1 else 0.0
+        return (fast, 0.0) if fast > slow else (0.0, slow)
 
     @property
     def unknown(self) -> bool:
@@ -78,16 +83,13 @@ def attention(axis: Axis, method: str, layer: context.Layer) -> tuple[float, flo
     return (layer.forwards + 1) * fast, (layer.forwards + 1) * slow
 
 
-def axes(fleet: Fleet, sizes: Mapping[str, int]) -> dict[str, Axis]:
+def axes(fleet: Fleet, sizes: Mapping[str, int], slices: Mapping[str, int] | None = None) -> dict[str, Axis]:
     """The network that each axis of a mesh of these sizes gets; an axis that is not named has one device.
 
-    Raises UserError if `data` can't span the slices.
+    `slices`: how many each axis is spread over, as layout.across_slices has it; None: `data` over all.
+    Raises UserError if `data` can't be.
     """
-    if sizes["data"] % fleet.slices:
-        raise UserError(
-            f"mesh.data={sizes['data']} is not a multiple of the {fleet.slices} slices; only data goes across slices"
-        )
-    slow = dict.fromkeys(AXES, 1) | {"data": fleet.slices}
+    slow = slices or across_slices(MeshConfig(), dict.fromkeys(AXES, 1) | dict(sizes), fleet.slices)
     speeds = _fast_bytes(fleet, {name: sizes.get(name, 1) // slow[name] for name in reversed(AXES)})
     return {
         name: Axis(

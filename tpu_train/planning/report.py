@@ -64,7 +64,7 @@ def report(config: Config, fleet: Fleet, inputs: Inputs) -> dict[str, Any]:
         "cost": dataclasses.asdict(spent) | {"watts": watts, "usd_hour": usd},
         "optimal": dataclasses.asdict(cost.optimal(config.model, tokens)),
         "serving": [_serving(config, fleet, width) for width in (2, 1)],
-        "suggestion": {"set": why.settings(suggested), "why": why.reasons(config, fleet, suggested)},
+        "suggestion": {"set": why.settings(suggested, config), "why": why.reasons(config, fleet, suggested)},
         "notes": _notes(config, fleet, chosen),
     }
 
@@ -75,7 +75,7 @@ def _chosen(config: Config, fleet: Fleet, suggested: Choice) -> tuple[Choice, st
     try:
         return advice.own(config, fleet), "the config's"
     except UserError as error:
-        error.add_note("what divides: " + " ".join(f"--set {setting}" for setting in why.settings(suggested)))
+        error.add_note("what divides: " + " ".join(f"--set {setting}" for setting in why.settings(suggested, config)))
         raise
 
 
@@ -163,7 +163,7 @@ def _network(config: Config, choice: Choice, fleet: Fleet) -> list[dict[str, Any
     found = []
     times = choice.step.by_axis()
     width = config.model.expert_size if config.model.num_experts else config.model.mlp_dim
-    for name, axis in network.axes(fleet, choice.split.sizes).items():
+    for name, axis in network.axes(fleet, choice.split.sizes, choice.split.slices).items():
         tokens = choice.step.peak / axis.fast_bytes if axis.fast_bytes else None
         enough = None
         if axis.fast > 1 and tokens and name != "stage":

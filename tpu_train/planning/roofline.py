@@ -105,7 +105,7 @@ def step(config: Config, split: Split, fleet: Fleet) -> Step:
     if peak is None:
         raise UserError(f"the table has no {split.dtype} peak of {fleet.chip.name}; set run.precision=bfloat16")
     bandwidth = fleet.chip.per_device("memory_bytes")
-    axes = network.axes(fleet, split.sizes)
+    axes = network.axes(fleet, split.sizes, split.slices)
     unknown = [] if bandwidth else ["memory bandwidth"]
     unknown += [f"network of {name}" for name, axis in axes.items() if axis.unknown]
     blocks = []

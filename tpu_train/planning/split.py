@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from tpu_train.config import Config, ModelConfig
@@ -31,6 +32,7 @@ class Split:
     stage_rounds: int = 1
     stage_microbatches: int = 1
     loss_cores: int = 0  # that share the loss's kernel; 0: XLA's chunks
+    slices: Mapping[str, int] | None = None  # that each axis is spread over; None: `data` over all there are
 
     @property
     def devices(self) -> int:

@@ -4,17 +4,18 @@ import dataclasses
 
 from tpu_train.chips import Fleet
 from tpu_train.config import Config, UserError
-from tpu_train.layout import USUAL
+from tpu_train.layout import DATA_ALONE, USUAL
 from tpu_train.planning import advice, memory
 from tpu_train.planning.advice import Choice
 from tpu_train.planning.split import Split
 from tpu_train.planning.units import bytes_text, count_text, seconds_text
 
 
-def settings(choice: Choice) -> list[str]:
-    """The --set arguments that make a run of the choice."""
+def settings(choice: Choice, config: Config) -> list[str]:
+    """The --set arguments that make a run of the choice of `config`."""
     split = choice.split
     return [
+        *(f"mesh.{name}={slices}" for name, slices in DATA_ALONE.items() if getattr(config.mesh, name) != slices),
         *(f"mesh.{axis}={size}" for axis, size in split.sizes.items() if axis in USUAL or size > 1),
         f"optim.accumulation_steps={split.accumulation}",
         f"model.remat={split.remat}",
