@@ -2,11 +2,12 @@
 
     python benchmarks/attention_schedule.py --what=block
     python benchmarks/attention_schedule.py --what=op --topologies=v5e:1x1,v6e:1x1 --seq_lens=1024,2048 --head_dims=128
+    python benchmarks/attention_schedule.py --what=op --peers=splash,tokamax  # with Tokamax installed
 
 block: bundles of one 1024 x 1024 block, full mask, bf16, head dim 128: of the whole program, which begins and ends an
 output block too, and of its busiest region, beside what the matrix unit alone needs there. op: one whole causal op, 32
 query and 8 key heads, forward with lse and backward: regions times how often each runs. Ours chooses its block sizes;
-of splash it is the best of `--blocks`.
+of each peer it is the best of `--blocks`, in its default layout, with one chunk of keys a block.
 `HBM moved` is what XLA's cost analysis counts for the training program.
 Results are kept in ~/.cache/tpu_train/schedule by kernel, shape, topology and versions.
 """
@@ -14,11 +15,13 @@ Results are kept in ~/.cache/tpu_train/schedule by kernel, shape, topology and v
 import argparse
 import functools
 import hashlib
+import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +102,60 @@ def splash_counts(active: int, outer: int, region: schedule.Region) -> float | N
     return outer if region.name.count("when") > 1 else None
 
 
+def tokamax_job(shape: Shape, topology: str, blocks: tuple[int, int]) -> schedule.Job:
+    """Tokamax's splash attention: forward with lse, and backward (one kernel for dk, dv and parts of dq)."""
+    theirs, masks = (importlib.import_module(f"{TOKAMAX}.splash_attention_{name}") for name in ("kernel", "mask"))
+    block_q, block_kv = blocks
+    sizes = {"block_q": block_q, "block_kv": block_kv, "block_kv_compute": block_kv}
+    sizes |= {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": block_kv}
+    mask = (masks.CausalMask if shape.causal else masks.FullMask)((shape.seq_len, shape.seq_len))
+    attend = theirs.make_splash_mha(mask, config=theirs.SplashConfig(**sizes), q_seq_shards=1)
+
+    def train(q_NTH, k_KSH, v_KSH):
+        return jax.vjp(attend, q_NTH, k_KSH, v_KSH)[1](q_NTH)
+
+    rows, columns = shape.seq_len // block_q, shape.seq_len // block_kv
+    whole = masked = 0
+    for i, j in itertools.product(range(rows), range(columns)):
+        first_key, last_key = j * block_kv, (j + 1) * block_kv - 1
+        if not shape.causal or last_key <= i * block_q:
+            whole += 1
+        elif first_key <= (i + 1) * block_q - 1:
+            masked += 1
+    # The forward grid holds the blocks that the mask leaves, the backward one all.
+    forward = {"grid": whole + masked, "when2": whole, "when3": masked, "": rows}
+    backward = {"grid": rows * columns, "when2": whole, "when3": masked, "": columns}
+    counts = {
+        name: functools.partial(tokamax_counts, {part: shape.num_heads * count for part, count in each.items()})
+        for name, each in (("splash_mha_fwd_residuals", forward), ("splash_mha_dkv_no_residuals", backward))
+    }
+    return schedule.Job(train, shape.arrays(heads_first=True), topology, counts)
+
+
+def tokamax_counts(counts: dict[str, int], region: schedule.Region) -> float | None:
+    """Of bodies that multiply the first is for whole blocks; what else is skipped begins or ends an output block."""
+    end = region.name.split("/")[-1]
+    if region.matmuls:
+        return counts.get(end)
+    if region.name.count("when") > 1:
+        return counts[""]
+    return counts["grid"] if "grid" in region.name or "loop" in region.name else None
+
+
+TOKAMAX = "tokamax._src.ops.experimental.tpu.splash_attention"  # it is public nowhere else
 # Name: the training program of a shape for a topology, at block sizes that are chosen here or (None) by the kernel.
-KERNELS: dict[str, Callable[[Shape, str, Any], schedule.Job]] = {"ours": our_job, "JAX splash": splash_job}
+KERNELS: dict[str, Callable[[Shape, str, Any], schedule.Job]] = {
+    "ours": our_job,
+    "JAX splash": splash_job,
+    "Tokamax": tokamax_job,
+}
+PEERS = {"splash": "JAX splash", "tokamax": "Tokamax"}
 
 
 def measure(kernel: str, shape: Shape, topology: str, blocks: tuple[int, int] | None) -> dict[str, Any]:
     """The report, as `Report.as_dict` has it, or {"error"}."""
-    versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+    packages = ("jax", "libtpu", *["tokamax"] * (kernel == "Tokamax"))
+    versions = {name: metadata.version(name) for name in packages}
     key = json.dumps([kernel, asdict(shape), topology, blocks, versions, _sources()])
     file = CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if not file.exists():
@@ -127,11 +177,11 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
-def compare_blocks(topologies: list[str]) -> None:
+def compare_blocks(kernels: list[str], topologies: list[str]) -> None:
     print("| kernel | TPU | pass | bundles | busiest region | its cycles | MXU alone | spills of stores | of loads |")
     print("|" + "---|" * 9)
     shape = Shape(1024, 128, 1, 1, causal=False)
-    for name in KERNELS:
+    for name in kernels:
         for topology in topologies:
             report = measure(name, shape, topology, None if name == "ours" else (1024, 1024))
             if "error" in report:
@@ -146,20 +196,25 @@ def compare_blocks(topologies: list[str]) -> None:
 
 
 def compare_ops(
-    topologies: list[str], seq_lens: list[int], head_dims: list[int], candidates: list[tuple[int, int]]
+    kernels: list[str],
+    topologies: list[str],
+    seq_lens: list[int],
+    head_dims: list[int],
+    candidates: list[tuple[int, int]],
 ) -> None:
-    print("| TPU | S | H | kernel | blocks | forward + lse | backward | both | HBM moved | ours / splash |")
+    print("| TPU | S | H | kernel | blocks | forward + lse | backward | both | HBM moved | ours / this |")
     print("|" + "---|" * 10)
     for topology in topologies:
         for S in seq_lens:
             for H in head_dims:
                 best = {
-                    name: best_op(name, topology, S, H, [None] if name == "ours" else candidates) for name in KERNELS
+                    name: best_op(name, topology, S, H, [None] if name == "ours" else candidates) for name in kernels
                 }
+                ours = best["ours"][1].get("cycles")
                 for name, (blocks, report) in best.items():
-                    print(
-                        f"| {topology} | {S} | {H} | {name} | {_op_row(blocks, report)} | {_ratio(best)} |", flush=True
-                    )
+                    theirs = report.get("cycles")
+                    ratio = f"{ours / theirs:.2f}" if ours and theirs else ""
+                    print(f"| {topology} | {S} | {H} | {name} | {_op_row(blocks, report)} | {ratio} |", flush=True)
 
 
 def best_op(name: str, topology: str, S: int, H: int, candidates: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -181,26 +236,28 @@ def _op_row(blocks: tuple[int, int] | None, report: dict[str, Any]) -> str:
     return " | ".join([sizes, *(f"{n:,.0f}" for n in cycles), f"{moved:,.0f} MiB"])
 
 
-def _ratio(best: dict[str, tuple[Any, dict[str, Any]]]) -> str:
-    ours, splash = (best[name][1].get("cycles") for name in KERNELS)
-    return f"{ours / splash:.2f}" if ours and splash else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("block", "op"), default="block")
     parser.add_argument("--topologies", default="v5e:1x1,v5p:1x1,v6e:1x1,7x:1x1")
     parser.add_argument("--seq_lens", default="1024,2048,8192")
     parser.add_argument("--head_dims", default="64,128,256")
-    parser.add_argument("--blocks", default="512x512,1024x512,1024x1024", help="of splash: queries x keys")
+    parser.add_argument("--blocks", default="512x512,1024x512,1024x1024", help="of the peers: queries x keys")
+    parser.add_argument("--peers", default="splash", help=f"of {', '.join(PEERS)}; empty for none")
     flags = parser.parse_args()
+    peers = [name for name in flags.peers.split(",") if name]
+    if unknown := [name for name in peers if name not in PEERS]:
+        parser.error(f"--peers: no {unknown[0]!r}; there are {', '.join(PEERS)}")
+    if "tokamax" in peers and util.find_spec("tokamax") is None:
+        parser.error("--peers=tokamax needs Tokamax: pip install tokamax")
+    kernels = ["ours", *(PEERS[name] for name in peers)]
     topologies = flags.topologies.split(",")
     if flags.what == "block":
-        compare_blocks(topologies)
+        compare_blocks(kernels, topologies)
         return
     seq_lens, head_dims = ([int(n) for n in text.split(",")] for text in (flags.seq_lens, flags.head_dims))
     candidates = [(int(q), int(k)) for q, _, k in (text.partition("x") for text in flags.blocks.split(","))]
-    compare_ops(topologies, seq_lens, head_dims, candidates)
+    compare_ops(kernels, topologies, seq_lens, head_dims, candidates)
 
 
 if __name__ == "__main__":
