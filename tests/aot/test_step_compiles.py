@@ -359,7 +359,7 @@ def test_the_command_runs_as_a_process(answers, cache, tmp_path):
 def test_predicted_time_is_cycles_at_the_clock_and_what_is_waited_for():
     """16 v5e: 131,072 FLOPs a cycle, 197 TFLOP/s, two lines of 50 GB/s; the second collective is hidden. One kernel's
     schedule is known, of two calls; the other counts with its FLOPs, and is named."""
-    collective = {"axes": ["fsdp"], "runs": 2, "wire_bytes": 1e9, "cycles_meanwhile": 0.0}
+    collective = {"kind": "all-gather", "axes": ["fsdp"], "runs": 2, "wire_bytes": 1e9, "cycles_meanwhile": 0.0}
     known = {"name": "flash_attention_forward", "runs": 2.0, "cycles": 0.2e9, "mxu_cycles": 0.1e9, "why": ""}
     lost = {"name": "mine", "runs": 1.0, "cycles": None, "mxu_cycles": None, "why": "no op says so"}
     answer = {
