@@ -37,6 +37,6 @@ def test_two_processes_drop_what_one_drops(tmp_path, one_device):
 
     got = [(line["loss"], line["grad_norm"]) for line in metrics.read(tmp_path / "run")]
     np.testing.assert_allclose(got, losses(), rtol=1e-4)
-    # With another row's masks they would be farther off.
+    # With another row's masks gradients are percents off.
     other = losses(lambda batch: batch | {"places": batch["places"][::-1]})
-    assert np.abs(other / got - 1).max(axis=0).min() > 1e-3
+    assert np.abs(other / got - 1).max() > 1e-2
