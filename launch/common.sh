@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What the launchers share: flags, quoting, dry runs, questions, TPU topologies and what they cost. Sourced, not run.
+# What the launchers share: flags, quoting, dry runs, questions, TPU topologies, what they cost and the flags of their
+# compiler. Sourced, not run.
 #
 # A user's value is data: it travels as one argument, and `quoted` writes it as one word where a shell at the far end
 # reads it. Keeps to what bash 3.2 has, the one on macOS.
@@ -8,7 +9,7 @@
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 command=()
 create_flags=()
-dry_run='' yes='' project='' topology='' slices=1 price='' hours='' spot=''
+dry_run='' yes='' project='' topology='' slices=1 price='' hours='' spot='' xla_flags=''
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 fail() { # message, exit code
@@ -163,6 +164,20 @@ read_topology() {
   v6e) accelerator=v6e-$chips default_runtime=v2-alpha-tpuv6e gke_accelerator=tpu-v6e-slice ;;
   *) accelerator=tpu7x-$((2 * chips)) default_runtime='' gke_accelerator=tpu7x ;;
   esac
+}
+
+# Sets xla_flags to the LIBTPU_INIT_ARGS of the run: your own where your environment has some, even none, else what
+# xla_flags.tsv recommends for the generation.
+read_xla_flags() {
+  local of flag more
+  if [[ -n ${LIBTPU_INIT_ARGS+set} ]]; then
+    xla_flags=$LIBTPU_INIT_ARGS
+    return
+  fi
+  xla_flags=''
+  while IFS=$'\t' read -r of flag more; do
+    if [[ $of == "${generation#tpu}" ]]; then xla_flags+="${xla_flags:+ }$flag"; fi
+  done <"$repo/launch/xla_flags.tsv"
 }
 
 # Shows what the slices cost. List prices in USD for a chip-hour on demand in us-central1, from SkyPilot's catalog of

@@ -35,8 +35,10 @@ usage: ./launch/gke.sh COMMAND --name=NAME --topology=GENERATION:SHAPE --image=I
   --dry_run               print the commands in place of running them
   --flagfile=FILE         more flags, one a line
 
-A slice of 2x4 is one host of 8 chips. A run continues after a restart only if its workdir is in the bucket; choose a
-bucket with a hierarchical namespace, since a checkpoint is completed by renaming its folder.
+The command runs with what xla_flags.tsv recommends for the generation as LIBTPU_INIT_ARGS, or, where your environment
+has that variable, with yours. A slice of 2x4 is one host of 8 chips. A run continues after a restart only if its
+workdir is in the bucket; choose a bucket with a hierarchical namespace, since a checkpoint is completed by renaming
+its folder.
 END
 }
 
@@ -166,6 +168,10 @@ END
                 value: "$processes"
               - name: PYTHONUNBUFFERED
                 value: "1"
+END
+  only_if "$xla_flags" <<<"              - name: LIBTPU_INIT_ARGS
+                value: $(json_argument "$xla_flags")"
+  cat <<END
               resources:
                 limits:
                   google.com/tpu: $chips_per_host
@@ -196,7 +202,7 @@ create() {
 # xpk writes the command into a script within YAML as it is, where a line break would end it and Kubernetes reads $.
 xpk_create() {
   local word line
-  line=$(quoted env "TPU_TRAIN_PROCESSES=$processes" "${command[@]}")
+  line=$(quoted env "TPU_TRAIN_PROCESSES=$processes" ${xla_flags:+"LIBTPU_INIT_ARGS=$xla_flags"} "${command[@]}")
   [[ $line != *[$'\n$']* ]] || refuse "xpk can't take a command with a line break or \$ in it; create can"
   for word in cluster zone project; do [[ -n ${!word} ]] || refuse "xpk needs --$word"; done
   for word in bucket queue service_account namespace context; do
@@ -212,6 +218,8 @@ xpk_create() {
 # What the actions that start a run need.
 check_run() { # action
   read_topology
+  read_xla_flags
+  check_text "$xla_flags"
   check_number slices "$slices" 1
   check_number restarts "$restarts" 0
   check_amount price "$price"

@@ -37,7 +37,9 @@ usage: ./launch/tpu_vm.sh COMMAND --name=NAME --zone=ZONE --topology=GENERATION:
   --dry_run            print the commands in place of running them
   --flagfile=FILE      more flags, one a line
 
-A run continues after a preemption only if its workdir outlives the slice: a mounted bucket, for example.
+The command runs with what xla_flags.tsv recommends for the generation as LIBTPU_INIT_ARGS, or, where your environment
+has that variable, with yours. A run continues after a preemption only if its workdir outlives the slice: a mounted
+bucket, for example.
 END
 }
 
@@ -170,7 +172,7 @@ start() {
     fi
   fi
   left="the command may run on some of the hosts of $name; end it with stop"
-  if worker start "$processes" "${command[@]}"; then return; fi
+  if worker start "$processes" ${xla_flags:+env "LIBTPU_INIT_ARGS=$xla_flags"} "${command[@]}"; then return; fi
   say "the command did not start on every host (above); stopping it on the others"
   worker stop || true
   return 1
@@ -299,6 +301,7 @@ main() {
   check_amount price "$price"
   check_amount hours "$hours"
   read_topology
+  read_xla_flags
   [[ -n $default_runtime ]] || refuse "tpu7x is rented through GKE, not as a Cloud TPU VM: see launch/gke.sh"
   if [[ -n $spot && -n $reserved ]]; then refuse "--spot and --reserved exclude each other"; fi
   processes=$((hosts * slices))

@@ -137,7 +137,8 @@ def _flags_of(command: str) -> flags.FlagValues:
         )
         text = "slices or hosts; mesh.data goes across them, or what mesh.*_slices says"
         add(flags.DEFINE_integer, "num_slices", 1, text, lower_bound=1)
-        add(flags.DEFINE_string, "xla_flags", "", "LIBTPU_INIT_ARGS for TPUs, XLA_FLAGS for NVIDIA cards")
+        text = "LIBTPU_INIT_ARGS, or XLA_FLAGS for NVIDIA cards; default: what launch/xla_flags.tsv has for the TPU"
+        add(flags.DEFINE_string, "xla_flags", None, text)
         add(flags.DEFINE_bool, "search", False, "try remat policies, meshes and micro-batches, and rank them")
         add(flags.DEFINE_bool, "json", False, "print JSON in place of the table")
         add(flags.DEFINE_multi_string, "set", [], "section.field=value, over the config's own; may be repeated")

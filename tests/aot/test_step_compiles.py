@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tpu_train import aot, context, layout, main, stages
-from tpu_train.aot import table
+from tpu_train.aot import search, table
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, UserError, apply_override
 
 pytestmark = pytest.mark.aot
@@ -253,7 +253,7 @@ def test_a_step_that_does_not_fit_is_an_answer_with_its_buffers(answers, capsys)
 def test_the_command_answers_from_the_cache_as_table_and_json(answers, cache, tmp_path, capsys):
     file = tmp_path / "small.py"
     file.write_text(f"from tpu_train.config import *\ndef config():\n    return {SMALL!r}\n")
-    flags = ["tpu-train", "compile", f"--config={file}", "--topology=v5e:2x2"]
+    flags = ["tpu-train", "compile", f"--config={file}", "--topology=v5e:2x2", "--xla_flags="]
     assert main.main(flags) == 0
     text = capsys.readouterr().out
     assert "4 x TPU v5 lite (v5e:2x2), mesh: fsdp 4" in text
@@ -329,11 +329,27 @@ def test_what_only_the_compiler_or_the_mesh_can_refuse_is_one_line_too():
 
 
 @pytest.mark.slow
+def test_search_climbs_the_ladder_with_the_real_compiler(cache):
+    """1.5 million tokens on one chip: what is kept of blocks is too much at first."""
+    base = step("v5e:1x1", PLAIN, "data.batch_size=12000")
+    found = list(search.search(base, 1, aot.compile_steps))
+    tried = [(config.model.remat, config.optim.accumulation_steps) for config, _ in found]
+    assert 2 <= len(tried) < len(search.LADDER)
+    assert tried == list(search.LADDER[: len(tried)])
+    assert [report.fits for _, report in found] == [False] * (len(found) - 1) + [True]
+    needed = [report.hbm_bytes for _, report in found]
+    assert needed == sorted(needed, reverse=True)
+    assert 0 < found[-1][1].mfu < 1
+    assert len(list(cache.iterdir())) >= len(found)  # each is kept, and a second search compiles nothing
+
+
+@pytest.mark.slow
 def test_the_command_runs_as_a_process(answers, cache, tmp_path):
     file = tmp_path / "small.py"
     file.write_text(f"from tpu_train.config import *\ndef config():\n    return {SMALL!r}\n")
+    flags = [f"--config={file}", "--topology=v5e:2x2", "--xla_flags="]
     done = subprocess.run(
-        [sys.executable, "-m", "tpu_train.main", "compile", f"--config={file}", "--topology=v5e:2x2", "--json"],
+        [sys.executable, "-m", "tpu_train.main", "compile", *flags, "--json"],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env=os.environ | {"XDG_CACHE_HOME": str(cache.parents[1]), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -12,6 +12,7 @@ from launch_sandbox import HOSTILE, ROOT
 
 RUN = ("--name=run1", "--topology=v6e:2x4", "--image=registry/image:1")
 TRAIN = ("--", "tpu-train", "train", "--config=configs/tiny.py")
+FLAG = "--xla_tpu_enable_async_all_to_all=true"  # of launch/xla_flags.tsv for v5e, v5p and v6e
 # Writes its calls and its input down.
 STAND_IN = f"""#!{sys.executable} -IS
 import json, os, sys
@@ -120,6 +121,22 @@ def test_manifests_fit_the_schema_and_the_slice(sandbox, schema, topology, accel
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
+@pytest.mark.parametrize(
+    ("topology", "variables", "wanted"),
+    [
+        ("v6e:4x4", {}, [FLAG]),
+        ("v4:2x2x4", {}, []),
+        ("v6e:4x4", {"LIBTPU_INIT_ARGS": ""}, []),
+        ("v6e:4x4", {"LIBTPU_INIT_ARGS": '--a="$(touch owned)" --b'}, ['--a="$$(touch owned)" --b']),
+    ],
+)
+def test_the_compilers_flags_are_those_of_the_generation_or_yours(sandbox, topology, variables, wanted):
+    result = sandbox.run("gke.sh", "manifest", *RUN, f"--topology={topology}", *TRAIN, **variables)
+    jobset = yaml.safe_load(result.stdout)
+    (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert [entry["value"] for entry in container["env"] if entry["name"] == "LIBTPU_INIT_ARGS"] == wanted
+
+
 def expand(text, variables):
     """As Kubernetes reads a container's command: $(NAME) is a variable if there is one of that name, $$ is $."""
 
@@ -207,7 +224,7 @@ def test_xpk_gets_the_same_run(cluster):
     assert set(call[3:]) == {
         *("--workload=run1", "--cluster=c", "--zone=z", "--project=p", "--tpu-type=v5p-8", "--num-slices=1"),
         *("--docker-image=registry/image:1", "--max-restarts=4", "--spot", "--no-use-parallel-containers"),
-        "--command=env TPU_TRAIN_PROCESSES=1 tpu-train 'it'\\''s a' '\"b\"'",
+        f"--command=env TPU_TRAIN_PROCESSES=1 LIBTPU_INIT_ARGS={FLAG} tpu-train 'it'\\''s a' '\"b\"'",
     }
 
 

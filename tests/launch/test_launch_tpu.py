@@ -124,6 +124,13 @@ def test_the_command_arrives_as_it_was_written(ready):
     assert ready.trained()[1:] == [["1", *HOSTILE]]
 
 
+def test_the_compilers_flags_are_those_of_the_generation_or_yours(ready):
+    shown = ("--", "bash", "-c", 'echo "flags: $LIBTPU_INIT_ARGS"')
+    assert "flags: --xla_tpu_enable_async_all_to_all=true\n" in tpu(ready, "run", *shown).stdout
+    for yours in ("--a=1 --b='$(touch owned)'", ""):
+        assert f"flags: {yours}\n" in tpu(ready, "run", *shown, LIBTPU_INIT_ARGS=yours).stdout
+
+
 def test_run_shows_the_output_and_keeps_the_exit_code(ready):
     result = tpu(ready, "run", "--", "bash", "-c", "echo out; echo err >&2; pwd; exit 3")
     assert result.returncode == 3

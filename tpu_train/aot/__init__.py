@@ -23,6 +23,7 @@ from typing import Any
 from pallas_kernels import schedule
 from tpu_train import config as config_lib
 from tpu_train.aot import cards, search, table
+from tpu_train.aot.xla_flags import recommended
 from tpu_train.config import Config, UserError
 
 ROOT = Path(__file__).parents[2]  # of our packages
@@ -47,11 +48,14 @@ def show(flag: Mapping[str, Any]) -> int:
     if not flag["config"]:
         raise UserError("compile needs --config=FILE, such as --config=configs/llama3_8b.py")
     config = config_lib.load(flag["config"], flag["set"])
-    step = Step(config, parse_topology(flag["topology"]), flag["num_slices"], flag["xla_flags"])
+    topology, xla_flags = parse_topology(flag["topology"]), flag["xla_flags"]
+    if xla_flags is None:
+        xla_flags = recommended(topology)
+    step = Step(config, topology, flag["num_slices"], xla_flags)
     if flag["search"]:
         return search.show(step, num_devices(step), compile_steps, as_json=flag["json"])
     (answer,) = compile_steps([step])
-    report = table.Report(step.topology, step.num_slices, answer)
+    report = table.Report(step.topology, step.num_slices, answer | {"xla_flags": xla_flags})
     print(json.dumps(report.as_dict(), indent=2) if flag["json"] else report.table(config))
     return 0 if report.fits else 1
 

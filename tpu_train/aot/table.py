@@ -185,6 +185,7 @@ class Report:
             f"{a['parameters']:,} parameters, {a['tokens']:,} tokens a step, compute {a['compute']}, "
             f"{a['implementation']} kernels: {kernel_runs(a['kernels'])}",
             *([f"pipeline: {stages.schedule(config, a['mesh'])}"] if a["mesh"].get("stage", 1) > 1 else []),
+            *([f"compiled with {a['xla_flags']}"] if a.get("xla_flags") else []),
             "",
             *self._memory(),
         ]
