@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from tpu_train import layout
+from tpu_train import layout, offload
 from tpu_train.config import Config, MeshConfig
 from tpu_train.layout import AXES, across_slices, mesh_shape
 from tpu_train.sharding import without_stage
@@ -84,5 +84,7 @@ def platform(mesh: Mesh) -> str:
 def check_fits(config: Config, mesh: Mesh) -> None:
     """Raises UserError where an array dim does not divide over the mesh axes that split it, or rings can't be."""
     layout.check_fits(config, dict(mesh.shape))
+    if config.optim.offload:
+        offload.check(mesh)
     if platform(mesh) == "tpu" and config.run.implementation in ("auto", "pallas"):
         layout.check_ring_kernels(config, dict(mesh.shape))

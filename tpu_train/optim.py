@@ -1,11 +1,14 @@
 """Optimizers, schedules and the decay rule, all from Optax."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_train import offload
 from tpu_train.config import OptimConfig
 from tpu_train.sharding import dims_of_path
 
@@ -55,6 +58,25 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return (
         optimizer if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     )
+
+
+def update_from_host(config: OptimConfig, steps: int) -> Callable[..., tuple[Tree, Tree]]:
+    """`make_optimizer`'s update and its application in one, of moments that wait in the host's memory.
+
+    (gradients, state, weights, updating) -> (weights, state): the old ones where `updating` is false. See offload.py.
+    """
+    by_weight = make_optimizer(dataclasses.replace(config, clip_norm=None), steps)
+
+    def update(grads, state, params, updating):
+        stacked = jax.tree_util.tree_map_with_path(lambda path, _: dims_of_path(path)[1], params)
+        if config.clip_norm is None:
+            return offload.update(by_weight, grads, state, params, stacked, updating)
+        clip = optax.clip_by_global_norm(config.clip_norm)
+        grads, clip_state = clip.update(grads, state[0])
+        params, state = offload.update(by_weight, grads, state[1], params, stacked, updating)
+        return params, (clip_state, state)
+
+    return update
 
 
 def _in_auto_mode(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

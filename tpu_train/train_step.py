@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_train import context, processes, spikes
+from tpu_train import context, offload, processes, spikes
 from tpu_train.config import Config
 from tpu_train.loss import hidden_states, weighted_loss
 from tpu_train.models import balance, dropout
 from tpu_train.models.transformer import Transformer, stand_in
-from tpu_train.optim import make_optimizer, make_schedule, moving_average
+from tpu_train.optim import make_optimizer, make_schedule, moving_average, update_from_host
 from tpu_train.precision import Compute
 from tpu_train.sharding import outside
 
@@ -56,16 +56,20 @@ def abstract_state(config: Config, compute: Compute) -> TrainState:
         spec = jax.sharding.PartitionSpec() if x.sharding is None else x.sharding.spec
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
-    return jax.tree.map(on_mesh, abstract)
+    state = jax.tree.map(on_mesh, abstract)
+    if config.optim.offload:
+        state.opt_state = offload.waiting(state.opt_state)
+    return state
 
 
 def make_state(config: Config, compute: Compute, key: jax.Array) -> TrainState:
     """What `init_state` compiles."""
     model = Transformer(config.model, key)
+    opt_state = make_optimizer(config.optim, config.run.steps).init(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         model=model,
-        opt_state=make_optimizer(config.optim, config.run.steps).init(model),
+        opt_state=offload.to_host(opt_state, model) if config.optim.offload else opt_state,
         loss_scale=jnp.asarray(2.0**15 if compute.scales_loss else 1.0, jnp.float32),
         good_steps=jnp.zeros((), jnp.int32),
         # Copies: the step is given both to write into.
@@ -119,13 +123,18 @@ def make_train_step(config: Config, compute: Compute):
             updating &= grad_norm <= spike_factor * metrics["typical_norm"]
             norms = _where(updating, spikes.remember(norms, grad_norm, done), norms)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
-            model = _move_biases(optax.apply_updates(state.model, updates), loads)
+            if config.optim.offload:
+                update = update_from_host(config.optim, config.run.steps)
+                model, opt_state = update(grads, state.opt_state, state.model, updating)
+            else:
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+                model = optax.apply_updates(state.model, updates)
+                model, opt_state = _where(updating, (model, opt_state), (state.model, state.opt_state))
+            model = _move_biases(model, loads, updating)
             average = None
             if state.average is not None and ema_decay is not None:
                 average = moving_average(state.average, model, ema_decay, done + 1)
-            kept = (state.model, state.opt_state, state.average)
-            model, opt_state, average = _where(updating, (model, opt_state, average), kept)
+                average = _where(updating, average, state.average)
         scale, good_steps = state.loss_scale, state.good_steps
         if compute.scales_loss:
             metrics["loss_scale"] = scale
@@ -234,12 +243,13 @@ def _loads_of_step(model, batch, compute, masters, key):
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), loads)
 
 
-def _move_biases(model: Any, loads: Any) -> Any:
+def _move_biases(model: Any, loads: Any, updating: jax.Array) -> Any:
     """`model` after the step that met `loads`: where biases balance the experts, they follow; in place."""
     if model.config.num_experts and model.config.balance == "bias":
         for block, load in zip(model.blocks, loads, strict=True):
             bias = block.mlp.bias_E
-            bias[...] = balance.moved_bias(bias[...], load, model.config.bias_update_rate)
+            moved = balance.moved_bias(bias[...], load, model.config.bias_update_rate)
+            bias[...] = jnp.where(updating, moved, bias[...])
     return model
 
 

@@ -44,6 +44,7 @@ STEPS = {
     "two hosts": aot.Step(set_in(SMALL, "mesh.data=2"), "h100:2", 2),
     "too large": aot.Step(set_in(SMALL, "data.batch_size=40000", "model.remat=none"), "a100:1"),
     "experts": aot.Step(set_in(SMALL, "model.num_experts=4"), "h100:1"),
+    "offload": aot.Step(set_in(SMALL, "optim.offload=true"), "h100:1"),
     "data on one host": aot.Step(SMALL, "h100:2", 2),
 }
 
@@ -120,6 +121,7 @@ def test_what_does_not_fit_is_told_with_its_largest_buffers(answers):
     ("name", "message"),
     [
         ("experts", "compile can't count experts' products on NVIDIA cards"),
+        ("offload", "compile can't count optim.offload on NVIDIA cards"),
         ("data on one host", "mesh.data=1 is not a multiple of the 2 hosts; only `data` goes across them"),
     ],
 )

@@ -53,6 +53,7 @@ STEPS = {
         "model.num_layers=4",
     ),
     "rings": step("v5e:2x2", "model.model_dim=512", "mesh.gradient_scatter=ring"),
+    "offload": step("v5e:2x2", "optim.offload=true"),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "tensor over slices": step(
         *(
@@ -173,6 +174,19 @@ def test_traffic_between_slices_is_told_from_traffic_within(answers):
         assert sum(c["wire_bytes"] for c in answer["collectives"] if c["kind"] == "send") > 0
         assert answer["slices"] == dict.fromkeys(layout.AXES, 1) | {name.removesuffix("s"): 2}
     assert {"tensor", "fsdp"} <= {axis for c in answers["v5p"]["collectives"] for axis in c["axes"]}
+
+
+@pytest.mark.slow
+def test_moments_in_the_hosts_memory_take_none_of_the_devices(answers):
+    with_them, without = answers["v5e"], answers["offload"]
+    moments = with_them["optimizer_bytes"] - without["optimizer_bytes"]
+    assert (with_them["host_bytes"], without["host_bytes"]) == (0, moments)
+    assert without["optimizer_bytes"] < 100  # counters
+    assert moments == pytest.approx(2 * with_them["parameter_bytes"])
+    assert with_them["argument_bytes"] - without["argument_bytes"] == pytest.approx(moments, rel=0.02)
+    needed = [table.Report("v5e:2x2", 1, answer).hbm_bytes for answer in (with_them, without)]
+    assert needed[0] - needed[1] > 0.5 * moments
+    assert "in the host's memory" in table.Report("v5e:2x2", 1, without).table(STEPS["offload"].config)
 
 
 @pytest.mark.slow
@@ -315,6 +329,7 @@ WRONG = {
     ),
     "no topology 'v5e:3x5', 1 slice(s): ": step("v5e:3x5"),
     "mesh.data=1, mesh.fsdp=3, mesh.tensor=1 makes 3 devices; there are 4": step("v5e:2x2", "mesh.fsdp=3"),
+    "optim.offload needs copies from the host that a TPU v4 has not": step("v4:2x2x1", "optim.offload=true"),
     "does not divide over the 4 devices of mesh axis data x fsdp": step("v5e:2x2", "data.batch_size=6"),
     "mesh.data=1 is not a multiple of the 2 slices that it is spread over; set": step("v5e:2x2", num_slices=2),
 }

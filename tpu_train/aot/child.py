@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from pallas_kernels import hlo_cost
 from tpu_train import config as config_lib
-from tpu_train import layout, precision
+from tpu_train import layout, offload, precision
 from tpu_train import mesh as mesh_lib
 from tpu_train.aot import cards, cards_time, collectives, flops, kernels, memory, traffic
 from tpu_train.flops import train_flops_per_token
@@ -94,6 +94,10 @@ def check_cards(config: config_lib.Config, mesh: jax.sharding.Mesh, hosts: int) 
     """Raises UserError for what cards can't be compiled or counted for."""
     if config.model.num_experts:
         raise config_lib.UserError("compile can't count experts' products on NVIDIA cards: XLA loops over their rows")
+    if config.optim.offload:
+        raise config_lib.UserError(
+            "compile can't count optim.offload on NVIDIA cards: XLA knows no host beside them here"
+        )
     if mesh.shape["data"] % hosts:
         raise config_lib.UserError(
             f"mesh.data={mesh.shape['data']} is not a multiple of the {hosts} hosts; only `data` goes across them"
@@ -132,7 +136,8 @@ def facts(
         "tokens": config.data.batch_size * config.data.seq_len,
         "model_flops_per_token": train_flops_per_token(config.model, config.data.seq_len),
         "parameter_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.model)),
-        "optimizer_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.opt_state)),
+        "optimizer_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.opt_state) if not offload.waits(x)),
+        "host_bytes": sum(shard_bytes(x) for x in jax.tree.leaves(state.opt_state) if offload.waits(x)),
         "gradient_bytes": gradients + sum(shard_bytes(x) for x in rest),
     }
 

@@ -199,6 +199,8 @@ class Report:
         yield f"HBM of a device: {gb(self.hbm_bytes)} of {gb(self.capacity_bytes)}: {word}"
         yield f"  parameters      {gb(a['parameter_bytes'])}"
         yield f"  optimizer state {gb(a['optimizer_bytes'])}"
+        if waiting := a.get("host_bytes"):
+            yield f"  in the host's memory {gb(waiting)}: there and back in each step, which no time here counts"
         yield f"  gradients       {gb(a['gradient_bytes'])} (by shape; part of the temporaries)"
         if self.fits:
             yield f"  temporaries     {gb(a['temporary_bytes'])}"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_train import config as config_lib
+from tpu_train import offload
 from tpu_train.config import Config, UserError
 
 
@@ -28,6 +29,7 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
         "run.spike_factor",
         "optim.ema_decay",
         "data.workers",
+        "optim.offload",
         "data.cache",  # where it is; the data position knows whether there is one, and what it holds
     )
     for name, now, then in config_lib.differences(config, saved):
@@ -41,8 +43,10 @@ def refuse_other_run(saved: Config, config: Config, directory: Path) -> None:
 def for_writing(x: jax.Array) -> jax.Array:
     """An array that Orbax can read while the step that `x` is donated to runs."""
     devices: set[jax.Device] = x.sharding.device_set
-    if any(device.platform == "cpu" for device in devices):
-        # There the background writer reads the array's own buffer; elsewhere it has a copy on the host by now.
+    # Of what is on the host the background writer reads the array's own buffer; else it has a copy there by now.
+    if offload.waits(x):
+        x = jax.device_put(x, x.sharding, may_alias=False)
+    elif any(device.platform == "cpu" for device in devices):
         x = jnp.copy(x)
     # Orbax 0.12 asks an array on one device for its device, and an Explicit mesh answers with a sharding.
     return x.addressable_shards[0].data if len(devices) == 1 else x

@@ -217,6 +217,11 @@ def _check_optim(config: Config) -> None:
             raise UserError(f"optim.{name} is {value}; it must lie between 0 and 1")
     if optim.ema_decay is not None and not 0 < optim.ema_decay < 1:
         raise UserError(f"optim.ema_decay is {optim.ema_decay}; it must lie between 0 and 1, or be none")
+    if optim.offload and optim.optimizer == "muon":
+        raise UserError(
+            "optim.offload takes the update layer by layer from the host's memory, as AdamW's can be, and "
+            "optim.optimizer=muon can't; set optim.offload=false"
+        )
     if config.run.spike_factor is not None and config.run.spike_factor <= 1:
         raise UserError(f"run.spike_factor is {config.run.spike_factor}; it must be above 1, or none")
 

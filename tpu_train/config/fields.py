@@ -147,6 +147,7 @@ class OptimConfig:
     accumulation_steps: int = 1
     # The first moment only. The second stays float32: in bfloat16 its small updates would be lost.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    offload: bool = False  # the moments wait in the host's memory between updates, not in the device's
     # Also keep an exponential moving average of the weights, in float32; 0.999 is usual. Validation then uses it.
     ema_decay: float | None = None  # None: none kept
 

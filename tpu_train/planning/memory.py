@@ -78,6 +78,17 @@ def moments(config: Config, split: Split) -> float:
     return whole * (first + FLOAT32) - config.model.num_layers * blocks / split.shards * FLOAT32
 
 
+def moments_on_device(config: Config, split: Split) -> float:
+    """Of them what is in the device's memory while the step computes: none with optim.offload."""
+    return 0.0 if config.optim.offload else moments(config, split)
+
+
+def update(config: Config, split: Split) -> float:
+    """Bytes that an update with optim.offload brings to the device: the moments of all but the blocks, old and new."""
+    layers = config.model.num_layers * layer_matrices(config.model) / split.shards / split.tensor
+    return 2 * moments(config, split) * (1 - layers / sharded_params(config.model, split))
+
+
 def average(config: Config, split: Split) -> float:
     """Bytes of the weights' moving average on one device: float32, split as they are; 0 where none is kept."""
     return 0.0 if config.optim.ema_decay is None else FLOAT32 * sharded_params(config.model, split)
@@ -86,7 +97,7 @@ def average(config: Config, split: Split) -> float:
 def state(config: Config, split: Split) -> float:
     """Bytes of weights, their average, gradients and moments on one device."""
     weights = FLOAT32 * sharded_params(config.model, split) + average(config, split)
-    return weights + sum(gradients(config.model, split)) + moments(config, split)
+    return weights + sum(gradients(config.model, split)) + moments_on_device(config, split)
 
 
 def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | None = None) -> float:
@@ -215,7 +226,7 @@ def backward(model: ModelConfig, split: Split, tokens: int, seq_len: int) -> flo
 
 
 def training(config: Config, split: Split) -> Memory:
-    """What a device holds in the worst moment of a step, which is one of two.
+    """What a device holds in the worst moment of a step, which is one of these.
 
     loss: every activation is kept; a device's part of the head is there in the compute dtype and its gradient adds up
         in float32: the head whole (over fsdp and context), or a slice of it and the tokens of all that share it, with
@@ -224,6 +235,7 @@ def training(config: Config, split: Split) -> Memory:
     blocks: all gradients but the embedding's rows are there; a group of layers is computed again (`recomputed`), and
         one of them is in its backward pass (`backward`), where a weight's gradient leaves its product whole (over fsdp
         and context) in the compute dtype.
+    update: with optim.offload all gradients, and what `update` brings.
     Micro-batches add a running sum of all gradients in float32.
     """
     model, M = config.model, split.tokens(config)
@@ -235,12 +247,15 @@ def training(config: Config, split: Split) -> Memory:
     logits, head = loss(model, split, M)
     at_work = group * recomputed(model, split, at_once, seq_len) + backward(model, split, at_once, seq_len)
     running = weights if split.accumulation > 1 else 0.0
-    peaks = (
+    peaks = [
         # (gradients, activations, logits, transient, where)
         (running, activations(config, split), logits, head, "loss"),
         (running + of_blocks + of_others, layers, 0.0, at_work, "blocks"),
-    )
-    found = [Memory(weights, moments(config, split), average(config, split), *peak) for peak in peaks]
+    ]
+    if config.optim.offload:
+        peaks.append((running + of_blocks + of_others, 0.0, 0.0, update(config, split), "update"))
+    on_device = moments_on_device(config, split)
+    found = [Memory(weights, on_device, average(config, split), *peak) for peak in peaks]
     return max(found, key=lambda memory: memory.total)
 
 

@@ -11,6 +11,11 @@ from tpu_train.layout import USUAL
 from tpu_train.planning import advice, cost, memory, network, why
 from tpu_train.planning.advice import Choice
 from tpu_train.planning.split import Split
+from tpu_train.planning.units import bytes_text, seconds_text
+
+# Bytes/s between a host and a chip, one way: what How to Scale Your Model (jax-ml.github.io/scaling-book) takes for a
+# v6e, read 2026-12-01. Google publishes none.
+PCIE = 1.5e10
 
 FORMULAS = {
     "projections": "2 L (D H (N + 2 K) + N H D)",
@@ -218,6 +223,12 @@ def _notes(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
         found.append(f"Google names this slice {fleet.chip.name}-{2 * fleet.chips // fleet.slices}, counting cores")
     if config.optim.optimizer == "muon":
         found.append("memory leaves out what Muon's orthogonalisation holds for a moment")
+    if config.optim.offload:
+        size = memory.moments(config, choice.split)
+        found.append(
+            f"{bytes_text(size)} of moments of each device wait in its host's memory, there and back in a step: "
+            f"{seconds_text(size / PCIE)} either way at {PCIE / 1e9:.0f} GB/s, which no time here counts"
+        )
     if config.run.quantized != "none":
         found.append(f"time and memory are without run.quantized={config.run.quantized}, which the plan does not know")
     if config.model.num_experts:
