@@ -296,5 +296,7 @@ def test_there_are_shipped_configs():
 
 def test_a_choice_misspelt_in_python_is_refused_too():
     config = Config(model=ModelConfig(remat="ful"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"model\.remat='ful' is not one of none, dots, full; did you mean 'full'"):
+    with pytest.raises(
+        UserError, match=r"model\.remat='ful' is not one of none, dots, offload_dots, full; did you mean 'full'"
+    ):
         check(config)

@@ -12,7 +12,7 @@ from tpu_train import chips, offload
 from tpu_train.checkpoint.restore import for_writing
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.mesh import check_fits
-from tpu_train.planning import advice, memory
+from tpu_train.planning import advice, memory, roofline
 from tpu_train.planning.report import Inputs, report
 from tpu_train.planning.split import Split
 from tpu_train.precision import resolve
@@ -103,10 +103,10 @@ def test_devices_without_such_memory_and_muon_are_refused(tiny, one_device, monk
     check_fits(with_offload(tiny()), one_device)
     device = SimpleNamespace(device_kind="Abacus", addressable_memories=lambda: [SimpleNamespace(kind="device")])
     mesh = SimpleNamespace(devices=np.array([device]))
-    offload.check(mesh)  # a device that only a compiler knows
+    offload.check(mesh, "optim.offload")  # a device that only a compiler knows
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    with pytest.raises(UserError, match=r"optim.offload puts moments into pinned host memory, .* none of for Abacus"):
-        offload.check(mesh)
+    with pytest.raises(UserError, match=r"optim.offload needs pinned host memory, which JAX has none of for Abacus"):
+        offload.check(mesh, "optim.offload")
     with pytest.raises(UserError, match=r"optim.offload takes the update layer by layer .* optim.optimizer=muon can't"):
         tiny("optim.offload=true", "optim.optimizer=muon")
 
@@ -127,8 +127,33 @@ def test_the_plan_counts_moments_in_the_hosts_memory():
     fleet = chips.parse("v5e-2")
     here, there = (advice.own(c, fleet).memory for c in (without, config))
     assert here.total - there.total == memory.moments(config, split)
-    (note,) = (note for note in report(config, fleet, Inputs())["notes"] if "moments" in note)
+    (note,) = (note for note in report(config, fleet, Inputs())["notes"] if "host" in note)
     assert note == (
-        "5.8 KiB of moments of each device wait in its host's memory, there and back in a step: 0.397 us either way at "
-        "15 GB/s, which no time here counts"
+        "5.8 KiB of a device go to its host's memory and back in a step: 0.397 us either way at 15 GB/s, which no time "
+        "here counts"
     )
+
+
+def test_the_plan_counts_products_in_the_hosts_memory():
+    config = Config(model=ModelConfig(vocab_size=32, num_layers=2, model_dim=8, num_heads=2, mlp_dim=16))
+    none, dots, host, full = (Split(remat=remat) for remat in ("none", "dots", "offload_dots", "full"))
+    kept = {split.remat: memory.of_layers(config, split) for split in (dots, host, full)}
+    assert kept["offload_dots"] == kept["full"] < kept["dots"]
+    assert memory.on_host(config, host) == kept["dots"] - kept["full"]
+    assert memory.on_host(config, none) == memory.on_host(config, dots) == memory.on_host(config, full) == 0
+    assert memory.on_host(config, dataclasses.replace(host, accumulation=2)) == memory.on_host(config, host)
+    work = [roofline.step(config, split, chips.parse("v5e-1")).work for split in (none, dots, host, full)]
+    assert work[0] < work[1] == work[2] < work[3]
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 2, 2)])
+def test_products_in_the_hosts_memory_change_no_bit(shape, tiny, random_batch, fresh_state, place, mesh_of):
+    mesh_of(*shape)
+    done = []
+    for remat in ("dots", "offload_dots"):
+        config = tiny(f"model.remat={remat}", "optim.accumulation_steps=2", "data.batch_size=16")
+        step = make_train_step(config, resolve(config.run, "cpu"))
+        state, metrics = step(fresh_state(config), place(random_batch(config)))
+        done.append([np.array(x) for x in jax.tree.leaves((state, metrics))])
+    for x, y in zip(*done, strict=True):
+        np.testing.assert_array_equal(x, y)

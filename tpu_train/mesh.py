@@ -84,7 +84,11 @@ def platform(mesh: Mesh) -> str:
 def check_fits(config: Config, mesh: Mesh) -> None:
     """Raises UserError where an array dim does not divide over the mesh axes that split it, or rings can't be."""
     layout.check_fits(config, dict(mesh.shape))
-    if config.optim.offload:
-        offload.check(mesh)
+    for what, asked in (
+        ("optim.offload", config.optim.offload),
+        ("model.remat=offload_dots", config.model.remat == "offload_dots"),
+    ):
+        if asked:
+            offload.check(mesh, what)
     if platform(mesh) == "tpu" and config.run.implementation in ("auto", "pallas"):
         layout.check_ring_kernels(config, dict(mesh.shape))

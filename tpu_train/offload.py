@@ -1,4 +1,4 @@
-"""The optimizer's moments in the host's memory, with optim.offload.
+"""The optimizer's moments in the host's memory, with optim.offload. (model.remat=offload_dots is a policy of JAX's.)
 
 Between updates they are pinned host memory, from which a TPU or a GPU copies by itself. An update takes the layers one
 after the other: a layer's moments come to the device, change there and go back. The loop's order holds the copies
@@ -68,17 +68,14 @@ def update(
     return structure.unflatten(weights), state
 
 
-def check(mesh: jax.sharding.Mesh) -> None:
+def check(mesh: jax.sharding.Mesh, what: str) -> None:
     """Raises UserError where this process's devices have no such memory; what only a compiler knows is not asked."""
     if mesh.devices.flat[0].device_kind == "TPU v4":  # libtpu 0.0.52: "Strided host DMA (non iova) is not supported"
-        raise UserError("optim.offload needs copies from the host that a TPU v4 has not; set it to false")
+        raise UserError(f"{what} needs copies from the host that a TPU v4 has not")
     here = jax.local_devices()
     for device in (device for device in mesh.devices.flat if device in here):
         if KIND not in {memory.kind for memory in device.addressable_memories()}:
-            raise UserError(
-                f"optim.offload puts moments into pinned host memory, which JAX has none of for {device.device_kind}; "
-                "set it to false"
-            )
+            raise UserError(f"{what} needs pinned host memory, which JAX has none of for {device.device_kind}")
 
 
 def to_host(state: Tree, params: Tree) -> Tree:

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_told_with_its_largest_buffers(answers):
     ("name", "message"),
     [
         ("experts", "compile can't count experts' products on NVIDIA cards"),
-        ("offload", "compile can't count optim.offload on NVIDIA cards"),
+        ("offload", "compile can't offload on NVIDIA cards"),
         ("data on one host", "mesh.data=1 is not a multiple of the 2 hosts; only `data` goes across them"),
     ],
 )

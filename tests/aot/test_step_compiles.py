@@ -34,6 +34,7 @@ def step(topology, *overrides, num_slices=1):
     return aot.Step(config, topology, num_slices)
 
 
+LONG = ("data.seq_len=1024", "model.num_layers=12")  # what is kept of the blocks is most of the memory
 STEPS = {
     "v5e": step("v5e:2x2"),
     "v4": step("v4:1x1x1", PLAIN),
@@ -54,6 +55,8 @@ STEPS = {
     ),
     "rings": step("v5e:2x2", "model.model_dim=512", "mesh.gradient_scatter=ring"),
     "offload": step("v5e:2x2", "optim.offload=true"),
+    "dots": step("v5e:2x2", *LONG, "model.remat=dots"),
+    "offload_dots": step("v5e:2x2", *LONG, "model.remat=offload_dots"),
     "two slices": step("v5e:2x2", PLAIN, "mesh.data=2", num_slices=2),
     "tensor over slices": step(
         *(
@@ -187,6 +190,13 @@ def test_moments_in_the_hosts_memory_take_none_of_the_devices(answers):
     needed = [table.Report("v5e:2x2", 1, answer).hbm_bytes for answer in (with_them, without)]
     assert needed[0] - needed[1] > 0.5 * moments
     assert "in the host's memory" in table.Report("v5e:2x2", 1, without).table(STEPS["offload"].config)
+
+
+@pytest.mark.slow
+def test_products_in_the_hosts_memory_take_none_of_the_devices(answers):
+    here, there = answers["dots"], answers["offload_dots"]
+    assert here["host_temporary_bytes"] == 0
+    assert here["temporary_bytes"] - there["temporary_bytes"] > 0.5 * there["host_temporary_bytes"] > 0
 
 
 @pytest.mark.slow

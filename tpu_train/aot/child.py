@@ -94,10 +94,8 @@ def check_cards(config: config_lib.Config, mesh: jax.sharding.Mesh, hosts: int) 
     """Raises UserError for what cards can't be compiled or counted for."""
     if config.model.num_experts:
         raise config_lib.UserError("compile can't count experts' products on NVIDIA cards: XLA loops over their rows")
-    if config.optim.offload:
-        raise config_lib.UserError(
-            "compile can't count optim.offload on NVIDIA cards: XLA knows no host beside them here"
-        )
+    if config.optim.offload or config.model.remat == "offload_dots":
+        raise config_lib.UserError("compile can't offload on NVIDIA cards: XLA knows no host's memory beside them here")
     if mesh.shape["data"] % hosts:
         raise config_lib.UserError(
             f"mesh.data={mesh.shape['data']} is not a multiple of the {hosts} hosts; only `data` goes across them"
@@ -174,6 +172,7 @@ def sizes(memory_analysis: Any) -> dict[str, Any]:
         "output_bytes": memory_analysis.output_size_in_bytes,
         "aliased_bytes": memory_analysis.alias_size_in_bytes,
         "temporary_bytes": memory_analysis.temp_size_in_bytes,
+        "host_temporary_bytes": memory_analysis.host_temp_size_in_bytes,
     }
 
 

@@ -199,12 +199,13 @@ class Report:
         yield f"HBM of a device: {gb(self.hbm_bytes)} of {gb(self.capacity_bytes)}: {word}"
         yield f"  parameters      {gb(a['parameter_bytes'])}"
         yield f"  optimizer state {gb(a['optimizer_bytes'])}"
-        if waiting := a.get("host_bytes"):
+        if waiting := a.get("host_bytes", 0) + a.get("host_temporary_bytes", 0):
             yield f"  in the host's memory {gb(waiting)}: there and back in each step, which no time here counts"
         yield f"  gradients       {gb(a['gradient_bytes'])} (by shape; part of the temporaries)"
         if self.fits:
             yield f"  temporaries     {gb(a['temporary_bytes'])}"
-        yield f"  largest temporaries at the peak of {gb(a['peak_bytes'])}:"
+        both = ", the host's memory included" if waiting else ""
+        yield f"  largest temporaries at the peak of {gb(a['peak_bytes'])}{both}:"
         for buffer in a["buffers"][: 8 if self.fits else 16]:
             yield f"    {gb(buffer['bytes'])}  {buffer['shape']:<26} {buffer['source']}"
 

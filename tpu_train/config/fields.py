@@ -41,8 +41,9 @@ class ModelConfig:
     window_pattern: tuple[int, ...] = (0,)
     # Groups of layers per turn of the scan over them. All at once is quicker on a CPU; 1 compiles soonest on a TPU.
     scan_unroll: int = 1
-    # What the backward pass keeps of a block: everything, matmul outputs, or only the block's input.
-    remat: Literal["none", "dots", "full"] = "none"
+    # What the backward pass keeps of a block: everything, matmul outputs (offload_dots: in the host's memory), or only
+    # the block's input.
+    remat: Literal["none", "dots", "offload_dots", "full"] = "none"
     # The share of the embedding, and of what attention and the MLP add, that training sets to zero; 0: none.
     dropout: float = 0.0
     # A mixture of experts in place of every layer's MLP; 0: none. See models/moe.py.

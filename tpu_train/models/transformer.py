@@ -24,6 +24,7 @@ from tpu_train.sharding import SPECS, dims_of_path
 REMAT_POLICIES = {
     "none": None,
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

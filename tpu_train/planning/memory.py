@@ -89,6 +89,15 @@ def update(config: Config, split: Split) -> float:
     return 2 * moments(config, split) * (1 - layers / sharded_params(config.model, split))
 
 
+def on_host(config: Config, split: Split) -> float:
+    """Bytes that a step of one device sends to its host and brings back: of optim.offload and remat=offload_dots."""
+    waiting = moments(config, split) if config.optim.offload else 0.0
+    if split.remat == "offload_dots":
+        dots, full = (of_layers(config, dataclasses.replace(split, remat=policy)) for policy in ("dots", "full"))
+        waiting += split.accumulation * (dots - full)
+    return waiting
+
+
 def average(config: Config, split: Split) -> float:
     """Bytes of the weights' moving average on one device: float32, split as they are; 0 where none is kept."""
     return 0.0 if config.optim.ema_decay is None else FLOAT32 * sharded_params(config.model, split)
@@ -103,7 +112,7 @@ def state(config: Config, split: Split) -> float:
 def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | None = None) -> float:
     """Bytes that the backward pass keeps of one layer; M = `tokens`, c = the compute dtype's bytes, t = tensor.
 
-    full: the group's input, c M D for each group of layers in the window pattern.
+    full, and offload_dots on the device: the group's input, c M D for each group of layers in the window pattern.
     dots: each layer's input, and the results of matmuls that the gradient reads: q, k, v, attention's output
         projection, a plain MLP's first product (a policy sees none inside the gated kernel). Gathered weights are
         gathered again. A router's logits are float32; experts' results are not kept.
@@ -116,7 +125,7 @@ def kept_by_layer(model: ModelConfig, split: Split, tokens: int, seq_len: int | 
     """
     D, N, K, H, F = model.model_dim, model.num_heads, model.kv_heads, model.head_size, model.mlp_dim
     M, c, t = tokens, split.width, split.tensor
-    if split.remat == "full":
+    if split.remat in ("full", "offload_dots"):
         return c * M * D / len(model.window_pattern)
     if split.remat == "dots":
         plain = (model.num_shared_experts * model.expert_size if model.num_experts else F) * (not model.gated_mlp)

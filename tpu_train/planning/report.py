@@ -223,11 +223,10 @@ def _notes(config: Config, fleet: Fleet, choice: Choice) -> list[str]:
         found.append(f"Google names this slice {fleet.chip.name}-{2 * fleet.chips // fleet.slices}, counting cores")
     if config.optim.optimizer == "muon":
         found.append("memory leaves out what Muon's orthogonalisation holds for a moment")
-    if config.optim.offload:
-        size = memory.moments(config, choice.split)
+    if size := memory.on_host(config, choice.split):
         found.append(
-            f"{bytes_text(size)} of moments of each device wait in its host's memory, there and back in a step: "
-            f"{seconds_text(size / PCIE)} either way at {PCIE / 1e9:.0f} GB/s, which no time here counts"
+            f"{bytes_text(size)} of a device go to its host's memory and back in a step: {seconds_text(size / PCIE)} "
+            f"either way at {PCIE / 1e9:.0f} GB/s, which no time here counts"
         )
     if config.run.quantized != "none":
         found.append(f"time and memory are without run.quantized={config.run.quantized}, which the plan does not know")

@@ -138,7 +138,7 @@ def _work(config: Config, split: Split, axes: dict[str, network.Axis]) -> list[t
     of_mlp: float = products
     if split.remat == "full":
         of_mlp -= 1 / (first + 1) / len(model.window_pattern)
-    elif split.remat == "dots" and model.gated_mlp:
+    elif split.remat in ("dots", "offload_dots") and model.gated_mlp:
         of_mlp += first / (first + 1)
     ends = (N + 2 * K) * H + 3 * D + N * H + D
     # In a pipeline a layer's weights are read for each of its turns, and ticks without work take as long as others.

@@ -10,7 +10,7 @@ from tpu_train.context import Layer, choose
 from tpu_train.layout import AXES
 from tpu_train.stages import Schedule
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "offload_dots", "full"]
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
