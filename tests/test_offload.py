@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_train import chips, offload
+from tpu_train import blame, chips, offload
 from tpu_train.checkpoint.restore import for_writing
 from tpu_train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, UserError
 from tpu_train.mesh import check_fits
@@ -89,6 +89,14 @@ def test_a_fresh_state_and_its_shapes_say_where_moments_wait(tiny, mesh_of):
     for x, shape in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
         assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
         assert offload.waits(x) == offload.waits(shape)
+
+
+def test_blame_looks_into_moments_wherever_they_wait(tiny, random_batch, fresh_state, place, one_device):
+    config = with_offload(tiny())
+    compute = resolve(config.run, "cpu")
+    state, _ = make_train_step(config, compute)(fresh_state(config), place(random_batch(config)))
+    said = blame.look_into(state, place(random_batch(config)), config, compute)
+    assert any(line.startswith("moments: all finite; the largest: opt_state") for line in said)
 
 
 def test_what_is_written_is_a_copy_that_no_step_writes_over(one_device):

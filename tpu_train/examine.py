@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tpu_train import ops
+from tpu_train import offload, ops
 from tpu_train.loss import real_tokens
 from tpu_train.models.dropout import Dropout
 from tpu_train.models.layers import Context, rotary_angles
@@ -63,6 +63,7 @@ def arrays(tree: Any, prefix: str, layers: int) -> list[Tensor]:
     for path, x in flat:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             continue
+        x = offload.fetched(x)
         parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
         name = ".".join([prefix, *(part for part in parts if part != "value")])
         if "blocks" not in parts:

@@ -99,6 +99,11 @@ def waits(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return x.sharding is not None and x.sharding.memory_kind == KIND
 
 
+def fetched(x: jax.Array) -> jax.Array:
+    """The array in the device's memory."""
+    return jax.device_put(x, x.sharding.with_memory_kind("device")) if waits(x) else x
+
+
 def _some(structure: Any, which: Sequence[int], leaves: Sequence[Any]) -> Tree:
     """A tree of the weights' names with these leaves at the places `which`, and None elsewhere."""
     whole = [None] * structure.num_leaves
